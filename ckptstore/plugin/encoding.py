@@ -1,7 +1,8 @@
-"""Canonical CBOR, schemas and pages, as they are stored and sent."""
+"""Canonical CBOR, schemas, pages and patches, as they are stored and sent."""
 
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import field
 from ckptstore.objects.documents import Layout, LeafPlacement
 from ckptstore.objects.pages import join_pages, split_pages
+from ckptstore.objects.patches import apply as apply_patches
 from ckptstore.objects.schema import decode_schema, encode_schema

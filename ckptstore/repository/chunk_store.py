@@ -358,6 +358,13 @@ class ObjectStore:
                 found[chunk] = chain.patches[0].head.chain
         return found
 
+    def patches_of(self, ids: bytes) -> dict[ChunkId, StoredPatch]:
+        """Those of `ids` that are stored as patches, but for any that cannot be read. Raises
+        `NotFound` for a chunk that no listed pack holds."""
+        where = self.located(ids)
+        chains = follow(self, where[where["codec"] == codecs.PATCH], steps=1)
+        return {chunk: chain.patches[0] for chunk, chain in chains.items() if chain.patches}
+
     def is_near(self, chunk: ChunkId) -> bool:
         """Whether a chunk can be read without a request to slow storage, if it is not damaged."""
         where = self.locate(chunk)

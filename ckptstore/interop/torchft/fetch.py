@@ -32,12 +32,13 @@ FAILURES_MAX = 4
 @dataclass(slots=True, eq=False)
 class Wanted:
     """A chunk to bring to all its destinations: to `memory`, new memory that receives it directly,
-    and from there, or from temporary memory, to those of `reads`.
+    and from there, or from temporary memory, to those of `reads`. Its elements have `width` bytes.
     """
 
     chunk: bytes
     nbytes: int
     memory: memoryview | None = None
+    width: int = 1
     reads: list[ChunkRead] = field(default_factory=list)
     landed: bool = False
 
@@ -66,6 +67,7 @@ class Peers:
     ) -> None:
         self.traffic = Counter[str]()
         self._routes, self._step, self._deadline = list(routes), step, deadline
+        self._describer = self._routes[0]
         self._max_workers = max_workers
         self._open: set[Connection] = set()
         self._held: list[Connection] = []
@@ -81,17 +83,28 @@ class Peers:
         """
         errors: list[CkptStoreError] = []
         with _daemons(len(self._routes)) as pool:
-            asked = [pool.submit(self._describe, route) for route in self._routes]
+            asked = {pool.submit(self._describe, route): route for route in self._routes}
             try:
                 for answer in as_completed(asked, self._deadline.left()):
                     try:
-                        return answer.result()
+                        description, self._describer = answer.result(), asked[answer]
+                        return description
                     except CkptStoreError as error:
                         errors.append(error)
             except TimeoutError:
                 self._deadline.left()  # says what timed out
                 raise
         raise _all_lost(errors)
+
+    def describer(self) -> "Peers":
+        """The peer that gave the description, alone, for what others need not have. Where there are
+        others, it must answer within its patience.
+        """
+        route, left_s = self._describer, self._deadline.left()
+        if self._routes != [route]:
+            left_s = min(left_s, route.patience_s)
+        deadline = Deadline(left_s, "the patches of a state have not been received")
+        return Peers([route], self._step, deadline, self._max_workers)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to its destination. Raises the error that prevented it; after that

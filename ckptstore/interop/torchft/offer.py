@@ -7,12 +7,14 @@ offer is closed. They are found by their checksums, which the chunk index has
 
 All other chunks are copied to one staging buffer and hashed there, so that peers get the hashed
 bytes even if tensors change.
+
+Chunks that the store has as patches are offered as these, too, for peers that have the base.
 """
 
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,10 +23,13 @@ from ckptstore.interop.torchft.targets import placed_leaves
 from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     Description,
+    ServedPatch,
     checksum_of,
     encode_description,
+    encode_patches,
     name_of,
     name_of_pieces,
+    name_with,
 )
 from ckptstore.plugin.encoding import encode_schema, split_pages
 from ckptstore.plugin.leaves import FlatState, Source, memory_of
@@ -167,6 +172,19 @@ class Stored:
             name: StoredChunk(chunk, held[chunk]) for name, chunk in ids.items() if chunk in held
         }
 
+    def patches(self) -> Iterator[tuple[ServedPatch, memoryview]]:
+        """Those chunks of the state that the store has as patches, and the bytes of these."""
+        objects, names = self._pin.objects, {each.id: name for name, each in self.found.items()}
+        with suppress(NotFound, Unavailable):  # then chunks are served whole
+            found = objects.patches_of(b"".join(names))
+            bases = objects.locate(b"".join(patch.head.base for patch in found.values()))
+            known = bases[bases["found"] == 1]
+            summed = dict(known[["chunk", "checksum"]].tolist())
+            for chunk, patch in found.items():
+                if base := summed.get(patch.head.base):
+                    name, nbytes = name_of(patch.stored), len(patch.stored)
+                    yield ServedPatch(names[chunk], name_with(base), name, nbytes), patch.stored
+
     def spans(self, names: Sequence[bytes], *, verified: bool) -> Iterator[memoryview | FileRange]:
         """The bytes of chunks, in order; with `verified`, compared with their checksums. Raises
         `Unavailable` if the store has lost a chunk.
@@ -285,7 +303,8 @@ def make_offer(
                     chunks[name] = buffer.memory[offset : (offset := offset + stop - start)]
 
             threads.spread(copy, list(zip(offsets, cut.batches, strict=True)))
-        description = _describe(step, chunk_bytes, cut, names, chunks)
+        patches = list(stored.patches()) if stored and stored.found else []
+        description = _describe(step, chunk_bytes, cut, names, chunks, patches)
         return ServedState(step, description, nbytes, chunks, stored, taken.pop_all())
 
 
@@ -331,9 +350,10 @@ def _describe(
     cut: CutState,
     names: Sequence[bytes],
     chunks: dict[bytes, memoryview],
+    patches: Sequence[tuple[ServedPatch, memoryview]],
 ) -> bytes:
-    """The description of a state with these chunk names; the chunks of its metadata are added to
-    `chunks`.
+    """The description of a state with these chunk names; the chunks of its metadata, the patches
+    and their list are added to `chunks`.
     """
     schema = cut.flat.schema
     by_leaf = {leaf: list(some) for leaf, some in itertools.groupby(cut.parts, lambda p: p.leaf)}
@@ -351,4 +371,11 @@ def _describe(
     metadata = [encode_schema(schema), *split_pages(schema.kinds, contents)]
     sized = [(name_of(data), len(data)) for data in metadata]
     chunks |= {name: memoryview(data) for (name, _), data in zip(sized, metadata, strict=True)}
-    return encode_description(Description(step, chunk_bytes, tuple(sized), placed_leaves(cut.flat)))
+    listed = None
+    if patches:
+        data = encode_patches(patch for patch, _ in patches)
+        listed = name_of(data), len(data)
+        chunks |= {patch.patch: stored for patch, stored in patches}
+        chunks[listed[0]] = memoryview(data)
+    placed = placed_leaves(cut.flat)
+    return encode_description(Description(step, chunk_bytes, tuple(sized), placed, listed))

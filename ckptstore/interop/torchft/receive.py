@@ -9,15 +9,21 @@ a peer. Live tensors receive only verified bytes.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptstore.errors import Corrupt, NotFound, Unavailable
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.interop.torchft.connection import Deadline
 from ckptstore.interop.torchft.fetch import Peers, Wanted
 from ckptstore.interop.torchft.offer import KEY, batches, cut_state
 from ckptstore.interop.torchft.targets import Target, check_claims, make_targets
-from ckptstore.interop.torchft.wire import Description, checksum_of, name_of
-from ckptstore.plugin.encoding import decode_schema, join_pages
+from ckptstore.interop.torchft.wire import (
+    SERVED_PATCH_BYTES,
+    Description,
+    checksum_of,
+    decode_patches,
+    name_of,
+)
+from ckptstore.plugin.encoding import apply_patches, decode_schema, join_pages
 from ckptstore.plugin.leaves import NOTHING, FlatState, Source
 from ckptstore.plugin.model import ChunkId, TreeRef
 from ckptstore.plugin.reading import ChunkRead, ReadRequest, Tree, select
@@ -36,8 +42,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Received:
     """The result of a transfer. Of `chunks`, of `nbytes` together, `fetched_chunks` came from peers
-    and the others were local. `retried` were asked for again, after a broken connection or wrong
-    bytes.
+    and the others were local. `patched_chunks` came as patches of what was here. `retried` were
+    asked for again, after a broken connection or wrong bytes.
     """
 
     chunks: int
@@ -46,6 +52,19 @@ class Received:
     fetched_bytes: int
     requests: int
     retried: int
+    patched_chunks: int
+
+
+_PATCH_PART = 4
+"""A patch has at most such a part of its chunk's bytes: it takes memory beside the state."""
+
+
+class _Patched(NamedTuple):
+    """A chunk that comes as a patch of a chunk that is here, by name."""
+
+    want: Wanted
+    base: bytes
+    patch: Wanted
 
 
 @dataclass(slots=True)
@@ -67,7 +86,10 @@ class Transfer:
     max_bytes: int
     chunk_bytes: int
     _wanted: Sequence[Wanted] = ()
+    _patched: int = 0
     _local: dict[bytes, tuple[Source, int, int]] = field(default_factory=dict)
+    _live: dict[bytes, tuple[Source, int, int]] = field(default_factory=dict)
+    """Chunks of live tensors that may change while the state lands."""
     _places: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
 
     def run(self) -> tuple[Any, Received]:
@@ -87,7 +109,10 @@ class Transfer:
         live = self.live if self.in_place else None
         targets = make_targets(tree, description.placed, live, self._all_meshes())
         sizes, self._wanted = self._plan(tree, targets)
-        self.peers.fetch(self._land_local(self._wanted))
+        missing = self._land_local(self._wanted)
+        if description.patches and description.patches[1] <= SERVED_PATCH_BYTES * len(sizes):
+            missing = self._land_patched(missing, *description.patches)
+        self.peers.fetch(missing)
         _land_inline(tree, targets)
         state = inflate(tree.schema, [target.value for target in targets])
         metadata, traffic = dict(description.metadata), self.peers.traffic
@@ -98,6 +123,7 @@ class Transfer:
             traffic["bytes"],
             traffic["requests"],
             traffic["retried"],
+            self._patched,
         )
 
     def kept(self) -> dict[bytes, memoryview]:
@@ -133,6 +159,7 @@ class Transfer:
                         self._local[name] = source, start, stop
                     elif isinstance(source, TensorSource):
                         self._places[source.tensor.data_ptr(), start, stop] = name
+                        self._live[name] = source, start, stop
 
         self.threads.spread(task, cut.batches)
 
@@ -178,7 +205,7 @@ class Transfer:
                     read = ChunkRead(piece, request, memory)
                     if target.live and self._is_in_place(read):
                         continue
-                    want = wanted.setdefault(chunk, Wanted(chunk, nbytes))
+                    want = wanted.setdefault(chunk, Wanted(chunk, nbytes, width=width))
                     if target.live or want.memory is not None or read.place is None:
                         want.reads.append(read)
                     else:
@@ -214,6 +241,59 @@ class Transfer:
         source.stage(start, stop, out)
         return want.land(out)
 
+    def _land_patched(self, missing: Sequence[Wanted], name: bytes, nbytes: int) -> list[Wanted]:
+        """Make chunks of patches whose bases are here; returns those that are still missing. Only
+        the peer that gave the description need have the patches, and their list, which is `name`.
+        """
+        peer = self.peers.describer()
+        patched = list[_Patched]()
+        try:
+            listed = Wanted(name, nbytes, _memory(nbytes))
+            peer.fetch([listed])
+            rows = {patch.chunk: patch for patch in decode_patches(listed.room())}
+            patched += (
+                _Patched(want, row.base, Wanted(row.patch, row.nbytes, _memory(row.nbytes)))
+                for want in missing
+                if (row := rows.get(want.chunk)) and row.nbytes * _PATCH_PART <= want.nbytes
+                if self._has(row.base, want.nbytes)
+            )
+            peer.fetch([each.patch for each in patched])
+        except (CkptStoreError, TimeoutError):
+            self.deadline.left()  # chunks are fetched whole, if there is time
+        finally:
+            peer.close()
+            self.peers.count(**peer.traffic)
+
+        def task(batch: Sequence[_Patched]) -> None:
+            self.deadline.left()
+            for each in batch:
+                self._make(each)
+
+        came = [each for each in patched if each.patch.landed]
+        self.threads.spread(task, list(batches(came, lambda each: each.want.nbytes)))
+        self._patched = sum(each.want.landed for each in came)
+        return [want for want in missing if not want.landed]
+
+    def _has(self, base: bytes, nbytes: int) -> bool:
+        """Whether a chunk is here that may be the base of a patch."""
+        _, start, stop = self._local.get(base) or self._live.get(base) or (NOTHING, 0, 0)
+        return stop - start == nbytes or checksum_of(base) in self.committed
+
+    def _make(self, patched: "_Patched") -> None:
+        """Land a chunk that is made of its base. It is compared with its name, so its base need not
+        be, which may be a live tensor.
+        """
+        want, base = patched.want, patched.base
+        out = want.room()
+        source, start, stop = self._local.get(base) or self._live.get(base) or (NOTHING, 0, 0)
+        with suppress(Corrupt, NotFound, Unavailable):
+            if stop - start == want.nbytes:
+                source.stage(start, stop, out)
+            elif self.objects:
+                self.objects.read_into(self.committed[checksum_of(base)], [out])
+            apply_patches([(patched.patch.room(), want.width)], out)
+            want.land(out)
+
     def _land_stored(self, objects: "ObjectStore", batch: Sequence[Wanted]) -> list[Wanted]:
         """Read what the local store has of these chunks; returns the missing ones."""
         ids = {w: chunk for w in batch if (chunk := self.committed.get(checksum_of(w.chunk)))}
@@ -226,6 +306,10 @@ class Transfer:
             for want, data in zip(found, out, strict=True):
                 want.land(data)
         return [want for want in batch if not want.landed]
+
+
+def _memory(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
 
 
 def _land_inline(tree: Tree, targets: Sequence[Target]) -> None:

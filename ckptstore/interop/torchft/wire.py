@@ -8,9 +8,10 @@ checksum, as a store has it, which detects accidental damage but not deliberate 
 """
 
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
@@ -82,6 +83,7 @@ class _Described(BaseModel):
     metadata: Annotated[list[tuple[Word, Size]], Field(min_length=1)]
     meshes: list[tuple[Sizes, Sizes, tuple[Word, ...]]]
     placed: list[tuple[Size, Size, tuple[Word, ...], Sizes, Word]]
+    patches: tuple[Word, Size] | None = None
 
 
 _INVITATIONS = TypeAdapter(Invitation)
@@ -114,13 +116,30 @@ class MeshPlacement:
 @dataclass(frozen=True, slots=True)
 class Description:
     """A served state: its `metadata`, the schema and then the pages, are chunks as well, and
-    `placed` lists the DTensor leaves.
+    `placed` lists the DTensor leaves. `patches` is a chunk that lists patches, if there are any.
     """
 
     step: int
     chunk_bytes: int
     metadata: tuple[Sized, ...]
     placed: Mapping[int, MeshPlacement]
+    patches: Sized | None = None
+
+
+class ServedPatch(NamedTuple):
+    """A chunk that the sender has as a patch of `base`, by name. The patch has `nbytes`, and is
+    served under a name of its own, as chunks are.
+    """
+
+    chunk: bytes
+    base: bytes
+    patch: bytes
+    nbytes: int
+
+
+_SERVED_PATCH = struct.Struct(f"<{CHUNK_ID_BYTES}s{CHUNK_ID_BYTES}s{CHUNK_ID_BYTES}sI")
+SERVED_PATCH_BYTES = _SERVED_PATCH.size
+"""Of a patch in the list; a state has at most one for each of its chunks."""
 
 
 def path_of(kind: str, step: int) -> str:
@@ -136,7 +155,12 @@ def parse_path(path: str) -> tuple[str, int] | None:
 
 def name_of(data: bytes | memoryview) -> bytes:
     """The name of a chunk: its checksum, made as long as an id."""
-    return checksum(data) + _NAME_ENDING
+    return name_with(checksum(data))
+
+
+def name_with(summed: bytes) -> bytes:
+    """The name of the chunk that has this checksum."""
+    return summed + _NAME_ENDING
 
 
 def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
@@ -144,7 +168,7 @@ def name_of_pieces(pieces: Iterable[bytes | memoryview]) -> bytes:
     hashed = xxh3_128()
     for piece in pieces:
         hashed.update(piece)
-    return hashed.digest() + _NAME_ENDING
+    return name_with(hashed.digest())
 
 
 def checksum_of(name: bytes) -> bytes:
@@ -171,11 +195,13 @@ def decode_invitation(text: str) -> Invitation:
 
 def encode_description(description: Description) -> bytes:
     meshes = list(dict.fromkeys(placed.mesh for placed in description.placed.values()))
+    listed = description.patches
     body = canonical.encode(
         {
             "step": description.step,
             "chunk_bytes": description.chunk_bytes,
             "metadata": [[chunk.hex(), nbytes] for chunk, nbytes in description.metadata],
+            "patches": listed and [listed[0].hex(), listed[1]],
             "meshes": [[mesh.shape, mesh.ranks, mesh.names] for mesh in meshes],
             "placed": [
                 [leaf, meshes.index(p.mesh), p.placements, p.stride, p.device]
@@ -199,7 +225,8 @@ def decode_description(data: bytes) -> Description:
         raise Corrupt(
             f"a peer's description of its state cannot be read: {error!r:.200}"
         ) from error
-    if sum(nbytes for _, nbytes in described.metadata) > METADATA_BYTES_MAX:
+    listed = [described.patches] if described.patches else []
+    if sum(nbytes for _, nbytes in (*described.metadata, *listed)) > METADATA_BYTES_MAX:
         raise Corrupt(
             f"a peer's description of its state names more than {METADATA_BYTES_MAX} bytes of "
             "metadata"
@@ -213,10 +240,27 @@ def _description(said: _Described) -> Description:
         leaf: MeshPlacement(meshes[mesh], placements, stride, device)
         for leaf, mesh, placements, stride, device in said.placed
     }
-    metadata = tuple((bytes.fromhex(chunk), nbytes) for chunk, nbytes in said.metadata)
-    if any(len(chunk) != CHUNK_ID_BYTES for chunk, _ in metadata):
+    metadata = tuple(map(_sized, said.metadata))
+    patches = _sized(said.patches) if said.patches else None
+    return Description(said.step, check_chunk_bytes(said.chunk_bytes), metadata, placed, patches)
+
+
+def _sized(said: tuple[str, int]) -> Sized:
+    name, nbytes = bytes.fromhex(said[0]), said[1]
+    if len(name) != CHUNK_ID_BYTES:
         raise ValueError("a chunk name has another length")
-    return Description(said.step, check_chunk_bytes(said.chunk_bytes), metadata, placed)
+    return name, nbytes
+
+
+def encode_patches(patches: Iterable[ServedPatch]) -> bytes:
+    return b"".join(_SERVED_PATCH.pack(*patch) for patch in patches)
+
+
+def decode_patches(data: bytes | memoryview) -> list[ServedPatch]:
+    """The inverse of `encode_patches`; raises `Corrupt`."""
+    if len(data) % _SERVED_PATCH.size:
+        raise Corrupt(f"a peer's list of patches has {len(data)} bytes, which is no whole number")
+    return [ServedPatch(*row) for row in _SERVED_PATCH.iter_unpack(data)]
 
 
 def decode_names(body: bytes) -> list[bytes] | None:

@@ -10,7 +10,13 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, checksum, digest
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.torchft import wire
 from ckptstore.interop.torchft.fetch import Wanted
-from ckptstore.interop.torchft.wire import Description, Invitation, MeshName, MeshPlacement
+from ckptstore.interop.torchft.wire import (
+    Description,
+    Invitation,
+    MeshName,
+    MeshPlacement,
+    ServedPatch,
+)
 from ckptstore.objects import canonical
 
 ids = st.binary(min_size=32, max_size=32)
@@ -31,6 +37,7 @@ descriptions = st.builds(
     st.sampled_from([64 << 10, 1 << 20, 64 << 20]),
     st.lists(sized, min_size=1, max_size=5).map(tuple),
     st.dictionaries(st.integers(0, 100), places, max_size=4),
+    st.none() | sized,
 )
 
 
@@ -49,6 +56,14 @@ def test_a_description_that_was_changed_in_any_byte_is_refused(
         wire.decode_description(bytes(encoded))
 
 
+@given(st.lists(st.builds(ServedPatch, ids, ids, ids, st.integers(0, (1 << 32) - 1)), max_size=3))
+def test_a_list_of_patches_is_read_as_it_was_written(patches: list[ServedPatch]) -> None:
+    encoded = wire.encode_patches(patches)
+    assert wire.decode_patches(encoded) == patches
+    with pytest.raises(Corrupt, match="no whole number"):
+        wire.decode_patches(encoded + b"x")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -58,6 +73,9 @@ def test_a_description_that_was_changed_in_any_byte_is_refused(
         {"metadata": [["00", 5]]},
         {"metadata": [["0" * 64, -5]]},
         {"metadata": [["0" * 64, 1 << 30]]},
+        {"patches": ["00", 5]},
+        {"patches": ["0" * 64, 1 << 30]},
+        {"patches": 7},
         {"step": "next"},
         {"meshes": [[[1], [0]]]},
         {"placed": [[0, 3, [], [], "cpu"]]},
