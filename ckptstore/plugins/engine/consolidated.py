@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.formats.exports import (
+from ckptstore.interop.formats.new_files import (
     EVERYTHING,
     Exported,
     Leaf,
