@@ -22,11 +22,13 @@ import ckptstore
 from benchmarks.bucket import Bucket, bucket
 from benchmarks.rated_link import rated_link
 from ckptstore.core.config import MIB
+from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.maintenance.check import Report, Share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.plugins.engine.ray_executor import RayExecutor
 from ckptstore.plugins.engine.work import Place, spread_on
+from ckptstore.storage import open_storage
 from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.contract import Capabilities
 
@@ -46,17 +48,20 @@ def made(there: Bucket, mib: int) -> str:
     return url
 
 
-def warm(seconds: float) -> int:
-    """What a worker imports; and long enough that each worker has one of these."""
-    import ckptstore.maintenance.check.data
+def warm(url: str) -> int:
+    """Import what a worker needs, and ask the bucket once; long enough that each worker has one of
+    these."""
+    import ckptstore.maintenance.check.fsck
     import ckptstore.plugins.engine.work  # noqa: F401
 
-    time.sleep(seconds)
+    storage = open_storage(url, read_only=True)
+    storage.read(CONFIG_KEY)
+    time.sleep(2.0)
     return os.getpid()
 
 
 @contextmanager
-def cluster(workers: int) -> Iterator[Executor]:
+def cluster(workers: int, url: str) -> Iterator[Executor]:
     """So many workers of Ray, which have imported what they need."""
     import ray
 
@@ -65,7 +70,7 @@ def cluster(workers: int) -> Iterator[Executor]:
         with RayExecutor() as executor:
             found = set[int]()
             while len(found) < workers:
-                found |= set(executor.map(warm, [2.0] * workers))
+                found |= set(executor.map(warm, [url] * workers))
             yield executor
     finally:
         ray.shutdown()
@@ -99,7 +104,7 @@ def main() -> None:
             )
             alone, first = 0.0, None
             for workers in WORKERS:
-                with cluster(workers) as executor:
+                with cluster(workers, url) as executor:
                     runs = [timed(url, executor) for _ in range(asked.repeats)]
                 seconds = statistics.median(run[0] for run in runs)
                 alone, first = alone or seconds, first or runs[0][1]
