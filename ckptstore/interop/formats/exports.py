@@ -21,6 +21,7 @@ from ckptstore.interop.formats.new_files import (
     header_of,
     left_out,
     put,
+    refuse_taken,
     selected,
     tensors_of,
 )
@@ -59,6 +60,7 @@ def export(
     afterwards. But for the last, nothing is left at `path`.
     """
     target = Path(path)
+    refuse_taken(target)
     chosen = format or _format_of(snapshot, target)
     selects = (select,) if isinstance(select, str) else tuple(dict.fromkeys(select))
     write: Callable[[Snapshot, Path, Selects, bool], Written] = {

@@ -53,12 +53,17 @@ class Written:
 Leaf: TypeAlias = tuple[Tree, int]
 
 
-def put(target: Path, format: Format, write: Callable[[Path], Written]) -> Exported:
-    """Put at `target`, which must not exist, what `write` makes at the path that it is given.
-    Raises as `export`."""
+def refuse_taken(target: Path) -> None:
+    """Raise `Conflict` if there is something at `target`, `InvalidInput` if it is no path."""
     check_path(target)
     if os.path.lexists(target):
         raise Conflict(f"{target} exists; nothing was written, choose another name")
+
+
+def put(target: Path, format: Format, write: Callable[[Path], Written]) -> Exported:
+    """Put at `target`, which must not exist, what `write` makes at the path that it is given.
+    Raises as `export`."""
+    refuse_taken(target)
     try:
         with _in_place(target) as scratch:
             written = write(scratch)

@@ -25,6 +25,7 @@ from ckptstore.interop.formats.new_files import (
     header_of,
     left_out,
     put,
+    refuse_taken,
     tensors_of,
 )
 from ckptstore.plugin.handles import Resolved, StoreHandle
@@ -67,6 +68,7 @@ def export_on(
 ) -> Exported:
     """Write the tensors of a commit by the workers of `executor`; see `OnWorkers.export`."""
     target = Path(os.path.abspath(path))
+    refuse_taken(target)
     selects = (select,) if isinstance(select, str) else tuple(dict.fromkeys(select))
     if target.suffix == SUFFIX and shard_bytes is not None:
         raise InvalidInput(
