@@ -2,14 +2,16 @@
 lay a cable with `benchmarks.links`.
 
 Each direction is a bucket of tokens that all connections share, so that requests side by side get
-no more than the link has. A buffer is held until the link has carried it; the burst is small, so
-that a transfer of a megabyte takes its time already.
+no more than the link has; or each connection has buckets of its own, and a latency before each
+answer, as a bucket of a cloud has. A buffer is held until the link has carried it; the burst is
+small, so that a transfer of a megabyte takes its time already.
 """
 
 import asyncio
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 GIGABIT = 125e6
@@ -34,19 +36,38 @@ class Direction:
             await asyncio.sleep(self._free_at_s - now_s)
 
 
+@dataclass
+class Turn:
+    """Whether a connection has asked since the last answer."""
+
+    asked: bool = False
+
+
 async def _pump(
-    source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: Direction
+    source: asyncio.StreamReader,
+    sink: asyncio.StreamWriter,
+    direction: Direction,
+    turn: Turn,
+    latency_s: float | None = None,
 ) -> None:
+    """Carry one direction; with a latency, that of the answers."""
     with suppress(OSError):
         while data := await source.read(BUFFER_BYTES):
+            if latency_s is None:
+                turn.asked = True
+            elif turn.asked:
+                turn.asked = False
+                await asyncio.sleep(latency_s)
             await direction.carry(len(data))
             sink.write(data)
             await sink.drain()
     sink.close()
 
 
-async def _serve(target: tuple[str, int], bytes_per_s: float, ready: Connection) -> None:
-    up, down = Direction(bytes_per_s), Direction(bytes_per_s)
+async def _serve(
+    target: tuple[str, int], bytes_per_s: float, latency_s: float | None, ready: Connection
+) -> None:
+    shared = Direction(bytes_per_s), Direction(bytes_per_s)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -54,23 +75,35 @@ async def _serve(target: tuple[str, int], bytes_per_s: float, ready: Connection)
         except OSError:
             writer.close()
             return
-        await asyncio.gather(_pump(reader, its_writer, up), _pump(its_reader, writer, down))
+        own, turn = (Direction(bytes_per_s), Direction(bytes_per_s)), Turn()
+        up, down = shared if latency_s is None else own
+        await asyncio.gather(
+            _pump(reader, its_writer, up, turn),
+            _pump(its_reader, writer, down, turn, latency_s or 0.0),
+        )
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=64)
     ready.send(server.sockets[0].getsockname()[1])
     await server.serve_forever()
 
 
-def _run(target: tuple[str, int], bytes_per_s: float, ready: Connection) -> None:
-    asyncio.run(_serve(target, bytes_per_s, ready))
+def _run(
+    target: tuple[str, int], bytes_per_s: float, latency_s: float | None, ready: Connection
+) -> None:
+    asyncio.run(_serve(target, bytes_per_s, latency_s, ready))
 
 
 @contextmanager
-def rated_link(target: tuple[str, int], bytes_per_s: float = GIGABIT) -> Iterator[str]:
-    """The endpoint of a proxy to `target`, each direction of which carries `bytes_per_s`."""
+def rated_link(
+    target: tuple[str, int], bytes_per_s: float = GIGABIT, latency_s: float | None = None
+) -> Iterator[str]:
+    """The endpoint of a proxy to `target`, each direction of which carries `bytes_per_s`; with a
+    latency, each direction of each connection."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(target, bytes_per_s, theirs), daemon=True)
+    process = context.Process(
+        target=_run, args=(target, bytes_per_s, latency_s, theirs), daemon=True
+    )
     process.start()
     try:
         yield f"http://127.0.0.1:{ours.recv()}"

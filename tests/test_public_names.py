@@ -17,6 +17,7 @@ MAINTENANCE = {
         "forget",
         "forgotten",
         "fsck",
+        "on",
         "gc",
         "history",
         "mirror",

@@ -15,6 +15,7 @@ NOT_RUN = Counter(
         "docs/formats.md": 2,
         "docs/accelerate.md": 2,
         "docs/deepspeed.md": 4,
+        "docs/engines.md": 1,  # Slurm
         "docs/follow.md": 3,  # what serves until it is stopped; vLLM
         "docs/megatron.md": 2,
         "docs/lightning.md": 8,

@@ -40,7 +40,7 @@ from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
-    from ckptstore.interop.formats.exports import Exported
+    from ckptstore.interop.formats.new_files import Exported
 
 
 def forget(call: Call) -> Answer:

@@ -268,6 +268,7 @@ def test_what_an_interrupt_ends_has_ended(tmp_path: Path) -> None:
 
     def stop(phase: str, done: int, total: int) -> None:
         if phase == "data":
+            begun.clear()
             raise KeyboardInterrupt
 
     class Slow(ThreadPoolExecutor):

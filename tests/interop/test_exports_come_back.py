@@ -20,8 +20,8 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 import ckptstore
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.interop.formats import export, exports, import_path
-from ckptstore.interop.formats.exports import Format
+from ckptstore.interop.formats import export, import_path, new_files
+from ckptstore.interop.formats.new_files import Format
 from ckptstore.store import Store
 from tests.state.describing import describe
 from tests.state.drawing import states, tensors
@@ -309,13 +309,13 @@ def test_an_export_that_the_file_system_loses_is_no_success(
         if format == "files"
         else store.commit({"s": {"w": torch.ones(2)}}, step=1)
     )
-    rename = exports._rename_new
+    rename = new_files._rename_new
 
     def lost(new: Path, target: Path) -> None:
         rename(new, target)
         shutil.rmtree(target) if target.is_dir() else target.unlink()
 
-    monkeypatch.setattr(exports, "_rename_new", lost)
+    monkeypatch.setattr(new_files, "_rename_new", lost)
     with pytest.raises(Unavailable, match="is not there as it was written"):
         export(made, tmp_path / "out", format=format)
 

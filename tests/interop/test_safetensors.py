@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptstore
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
-from ckptstore.interop.formats import Labels, export, exports, import_path
+from ckptstore.interop.formats import Labels, export, import_path, new_files
 from ckptstore.plugins.parsers.safetensors_header import encode_header, parse_header, read_header
 from ckptstore.store import Store
 from tests.maintenance.stores import files, flip
@@ -271,13 +271,13 @@ def test_an_export_replaces_no_file_that_appeared_meanwhile(
     target = tmp_path / "w.safetensors"
     with ckptstore.open(tmp_path / "store") as store:
         snapshot = store.commit({"model": {"w": torch.ones(3)}}, step=1)
-        real = exports.sync_path
+        real = new_files.sync_path
 
         def somebody_writes(path: Path) -> None:
             real(path)
             target.write_text("mine")
 
-        monkeypatch.setattr(exports, "sync_path", somebody_writes)
+        monkeypatch.setattr(new_files, "sync_path", somebody_writes)
         with pytest.raises(Conflict, match="appeared meanwhile"):
             export(snapshot, target)
     assert target.read_text() == "mine"

@@ -567,6 +567,7 @@ APART: dict[str, tuple[str, ...]] = {
     "tests/commit/test_commits.py": ("Busy", "Cancelled", "CommitProgress", "Store.staging"),
     "tests/commit/test_failed_saves.py": ("Health", "Store.health"),
     "tests/commit/test_process.py": ("Store.worker_pid",),
+    "tests/engine/test_checks.py": ("Store.on",),
     "tests/maintenance/test_thin.py": ("Thinned",),
     "tests/maintenance/test_full_disk.py": ("NoSpace",),
     "tests/maintenance/test_signatures.py": ("Untrusted", "$ sign", "$ verify"),

@@ -227,6 +227,11 @@ def repair_page(names: Names, stack: ExitStack) -> None:
         store.push("nas/checkpoints", create=True)
 
 
+def engines_page(names: Names, stack: ExitStack) -> None:
+    """A store with a commit."""
+    stack.enter_context(commits(names))
+
+
 def shared_store_page(names: Names, stack: ExitStack) -> None:
     """A server with the bucket that the page names, found by the environment as botocore has it."""
     import boto3

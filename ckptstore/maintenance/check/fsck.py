@@ -12,6 +12,7 @@ reported.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -35,7 +36,7 @@ from ckptstore.maintenance.check import (
     severity_of,
     unread,
 )
-from ckptstore.maintenance.check.data import BadChunk, Spread, verify
+from ckptstore.maintenance.check.data import BadChunk, PackToRead, Spread, here, verify
 from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
 from ckptstore.maintenance.check.offline_store import (
     Chain,
@@ -50,6 +51,7 @@ from ckptstore.objects.pack import FooterTable
 from ckptstore.plugins.signing.signatures import damaged
 from ckptstore.repository.chunk_reader import keys_of, verify_at
 from ckptstore.repository.footers import read_table_at
+from ckptstore.repository.thread_pool import REMOTE_READS, ThreadPool
 from ckptstore.storage.contract import Storage
 
 _HEAL = (
@@ -58,6 +60,9 @@ _HEAL = (
 )
 
 _SAVE = "run `ckptstore repair`: what verifies is saved; --from names a mirror that has the rest"
+
+BATCH = 8
+"""So many packs are looked at by one task."""
 
 LOOKS = 20
 """How often missing objects are checked again while others remove packs and commits."""
@@ -274,10 +279,25 @@ class _Fsck:
     ) -> Iterator[Finding]:
         packs = contents.state.packs.values()
         listed = sorted(filter(lambda pack: self.shard.has(pack.id), packs), key=attrgetter("id"))
-        for done, pack in enumerate(listed):
-            self.progress("packs", done, len(listed))
-            if pack.id in contents.tables and (suspects is None or pack.id in suspects):
-                yield from pack_findings(self.offline_store.storage, pack, contents.tables[pack.id])
+        wanted = [
+            PackToRead(pack, contents.tables[pack.id])
+            for pack in listed
+            if pack.id in contents.tables and (suspects is None or pack.id in suspects)
+        ]
+        with ExitStack() as stack:
+            spread = self.spread
+            if spread is None:
+                storage = self.offline_store.storage
+                side_by_side = REMOTE_READS if storage.capabilities.slow_requests else 1
+                threads = stack.enter_context(closing(ThreadPool(side_by_side)))
+                spread = here(storage, threads)
+            batches = (tuple(wanted[i : i + BATCH]) for i in range(0, len(wanted), BATCH))
+            looked, found, done = stack.enter_context(closing(spread(look_at, batches))), [], 0
+            for batch, findings in looked:
+                found += findings
+                done += len(batch)
+                self.progress("packs", done, len(wanted))
+        yield from sorted(found, key=attrgetter("key"))
 
 
 def _unread(seen: _Seen, silent: Sequence[BadChunk]) -> Iterator[Finding]:
@@ -368,6 +388,13 @@ def unreadable(contents: Contents) -> Iterator[Finding]:
                 yield unread(Kind.PACK, what, pack.id)
             else:
                 yield Finding(Kind.PACK, what, _SAVE, key=pack_key(pack.id), pack=pack.id)
+
+
+def look_at(storage: Storage, threads: ThreadPool, batch: Sequence[PackToRead]) -> list[Finding]:
+    """The problems of some packs, side by side where `threads` are several."""
+    found = list[Finding]()
+    threads.spread(lambda each: found.extend(pack_findings(storage, *each)), batch)
+    return found
 
 
 def pack_findings(storage: Storage, pack: Pack, table: FooterTable) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 
 from ckptstore.errors import InvalidInput
-from ckptstore.interop.formats.exports import (
+from ckptstore.interop.formats.new_files import (
     EVERYTHING,
     Exported,
     Leaf,
@@ -25,6 +25,7 @@ from ckptstore.interop.formats.exports import (
     header_of,
     left_out,
     put,
+    refuse_taken,
     tensors_of,
 )
 from ckptstore.plugin.handles import Resolved, StoreHandle
@@ -67,6 +68,7 @@ def export_on(
 ) -> Exported:
     """Write the tensors of a commit by the workers of `executor`; see `OnWorkers.export`."""
     target = Path(os.path.abspath(path))
+    refuse_taken(target)
     selects = (select,) if isinstance(select, str) else tuple(dict.fromkeys(select))
     if target.suffix == SUFFIX and shard_bytes is not None:
         raise InvalidInput(

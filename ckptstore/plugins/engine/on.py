@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
-from ckptstore.interop.formats.exports import EVERYTHING, Exported
+from ckptstore.interop.formats.new_files import EVERYTHING, Exported
 from ckptstore.plugin.handles import AnyRef, StoreHandle, find_commit
 from ckptstore.plugin.upkeep import (
     Level,

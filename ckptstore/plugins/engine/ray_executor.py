@@ -1,5 +1,7 @@
 """Ray (https://docs.ray.io) as a `concurrent.futures.Executor`, which Ray has none of its own."""
 
+import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future
 from typing import Any
@@ -8,6 +10,8 @@ from ckptstore.errors import InvalidInput, Unavailable
 
 RETRIES = 5
 """So often a task begins again whose worker, or its node, is gone."""
+
+CONNECT_TIMEOUT_S = 10.0
 
 _ABSENT = '--on ray needs Ray: pip install "ckptstore[ray]"'
 
@@ -43,8 +47,9 @@ class RayExecutor(Executor):
         if self._connected:
             where = "auto" if address == "ray" else address
             try:
+                _knock(address if where == address else os.environ.get("RAY_ADDRESS", ""))
                 ray.init(where, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise Unavailable(f"no Ray cluster answers at {address}: {error}") from error
         self._remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_call)
 
@@ -56,6 +61,13 @@ class RayExecutor(Executor):
         if self._connected:
             self._connected = False
             self._ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise `OSError` if nothing listens at an address: Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
