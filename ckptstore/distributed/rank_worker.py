@@ -239,7 +239,7 @@ def _told(cut: CutChunk) -> Iterator[tuple[RankBox, list[Any]]]:
     kinds = IdentityDict[tuple[Piece, ...], list[int]]()
     for number, assembly in enumerate(cut.assemblies):
         kinds.setdefault(assembly.pieces, []).append(number)
-    windows, how = table(cut.windows), np.array(cut.how)
+    how, windows = np.array(cut.how), np.array(cut.windows)
     ranks: dict[int, RankBox] = {}
     told: dict[int, list[list[bytes]]] = {}
     numbers: dict[int, list[int]] = {}
@@ -259,8 +259,8 @@ def _told(cut: CutChunk) -> Iterator[tuple[RankBox, list[Any]]]:
         if some not in columns:
             position = np.full(len(cut.assemblies), -1)
             position[list(some)] = np.arange(len(some))
-            columns[some] = table(position[how])
-        yield place, [told[rank], columns[some], windows]
+            columns[some] = table(np.stack([position[how], windows], axis=1).ravel())
+        yield place, [told[rank], columns[some]]
 
 
 def _pieces_to(pieces: Sequence[Piece]) -> bytes:
@@ -319,8 +319,8 @@ _Slot: TypeAlias = list[tuple[int, int, int]]
 
 
 def _leaves_from(columns: Sequence[bytes]) -> _Slot:
-    trees, leaves, numbers = map(numbers_of, columns)
-    return list(zip(trees, leaves, numbers, strict=True))
+    rows = np.array([numbers_of(column) for column in columns]).reshape(3, -1).T
+    return [(tree, leaf, number) for tree, leaf, number in rows.tolist()]
 
 
 class _Take(NamedTuple):
@@ -349,7 +349,7 @@ def _windows(cut: Sequence[Any], slots: Sequence[_Slot], me: int) -> tuple[Windo
 
 
 def _takes(
-    slot: _Slot, chunk: int, told: Sequence[Sequence[bytes]], how: bytes, windows: bytes
+    slot: _Slot, chunk: int, told: Sequence[Sequence[bytes]], by_leaf: bytes
 ) -> Iterator[_Take]:
     assemblies = [
         ChunkAssembly(RankBox(rank, part, 0), pieces)
@@ -357,10 +357,10 @@ def _takes(
         for pieces in [_pieces_from(data)]
         for rank, part in rows_of(owners, 2)
     ]
-    columns = zip(slot, numbers_of(how), numbers_of(windows), strict=True)
-    for (tree, leaf, number), by, window in columns:
-        if by >= 0:
-            yield _Take(number + chunk, window, tree, leaf, assemblies[by])
+    for i, (how, window) in enumerate(rows_of(by_leaf, 2)):
+        tree, leaf, number = slot[i]
+        if how >= 0:
+            yield _Take(number + chunk, window, tree, leaf, assemblies[how])
 
 
 class Boxes:

@@ -2,12 +2,13 @@
 has paths, kinds and contents for them. A restore needs none where a target takes the leaf whole.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from typing import Any
 
+from ckptstore.core.identity import IdentitySet
 from ckptstore.core.model import LeafContent, LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.objects.schema import moved
@@ -81,12 +82,14 @@ def whole_in(trees: Mapping[str, Tree], app_state: Mapping[str, Any]) -> frozens
         if tree.plain:
             places.update(_places(tree, tree.schema.skeleton, app_state.get(key)))
     inside = {
-        path: set() if target is None else containers_in(target) for path, target in places.items()
+        path: IdentitySet[Any]() if target is None else containers_in(target)
+        for path, target in places.items()
     }
-    tops = {id(target) for target in places.values() if target is not None}
-    taken = {path: ids for path, ids in inside.items() if ids is not None}
-    twice = _twice(app_state, taken.values(), tops) if any(taken.values()) else set()
-    return frozenset(path for path, ids in taken.items() if twice.isdisjoint(ids))
+    taken = {path: found for path, found in inside.items() if found is not None}
+    twice = IdentitySet[Any]()
+    if any(map(len, taken.values())):
+        twice = _twice(app_state, taken.values(), IdentitySet(places.values()))
+    return frozenset(path for path, found in taken.items() if twice.isdisjoint(found))
 
 
 def _places(tree: Tree, node: Node | int, target: Any) -> Iterator[tuple[str, Any]]:
@@ -107,24 +110,24 @@ def _places(tree: Tree, node: Node | int, target: Any) -> Iterator[tuple[str, An
             yield from _places(tree, child, there(key))
 
 
-def _twice(app_state: Any, inside: Collection[set[int]], tops: set[int]) -> set[int]:
-    """The ids of what `app_state` has in several places. `inside` are those of the containers at
-    and below `tops`, which need not be looked into."""
-    known: set[int] = set().union(*inside)
-    twice: set[int] = set()
-    if sum(map(len, inside)) > len(known):
-        twice = {each for each, times in Counter(chain(*inside)).items() if times > 1}
-    seen = known - tops
+def _twice(
+    app_state: Any, inside: Iterable[IdentitySet[Any]], tops: IdentitySet[Any]
+) -> IdentitySet[Any]:
+    """What `app_state` has in several places and can be filled. `inside` are the containers at and
+    below `tops`, which need not be looked into."""
+    seen, twice = IdentitySet[Any](), IdentitySet[Any]()
+    for found in inside:
+        twice.update(seen.update(found))
+    seen.remove(tops)
     level = [app_state]
     while level:
         new = []
         for each in level:
-            if type(each) is tuple or id(each) not in seen:
+            if seen.add(each) or type(each) is tuple:
                 new.append(each)
-                seen.add(id(each))
             else:
-                twice.add(id(each))
-        below = list(chain.from_iterable(_items_of(each) for each in new if id(each) not in tops))
+                twice.add(each)
+        below = list(chain.from_iterable(_items_of(each) for each in new if each not in tops))
         kinds = set(filter(_has_items, set(map(type, below))))
         level = [each for each in below if type(each) in kinds] if kinds else []
     return twice

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.core.identity import IdentityDict
+from ckptstore.core.identity import IdentityDict, IdentitySet
 from ckptstore.state import tensors
 from ckptstore.state.codecs import values
 from ckptstore.state.containers import slots_of
@@ -153,29 +153,28 @@ class PlainFilling:
     def _rows(self, target: Any, made: Any, keys: tuple[Any, ...]) -> Any:
         there = target if type(target) in (list, tuple) else ()
         if _are_records(made) and _are_records(there):  # by far the most
-            for row, content in zip(there, made, strict=False):
+            for n, row in enumerate(there[: len(made)]):
                 if self._clears:
                     row.clear()
-                row.update(content)
+                row.update(made[n])
             return type(made)([*there[: len(made)], *made[len(there) :]])
         found = dict(enumerate(there))
         items = (self.fill(found.get(n), each, (*keys, n)) for n, each in enumerate(made))
         return type(made)(items)
 
 
-def containers_in(target: Any) -> set[int] | None:
-    """The ids of the lists and dicts at and below `target`, if it holds nothing but numbers and
-    strings in these, each in one place, and in tuples; None otherwise."""
-    found: set[int] = set()
+def containers_in(target: Any) -> IdentitySet[Any] | None:
+    """The lists and dicts at and below `target`, if it holds nothing but numbers and strings in
+    these, each in one place, and in tuples; None otherwise."""
+    found = IdentitySet[Any]()
     level = [target]
     while level:
         kinds = set(map(type, level))
         # a tuple never changes, so it may be in many places
         filled = [each for each in level if type(each) is not tuple] if tuple in kinds else level
-        ids = set(map(id, filled))
-        if not kinds <= {dict, list, tuple} or len(ids) < len(filled) or not found.isdisjoint(ids):
+        new = IdentitySet(filled)
+        if not kinds <= {dict, list, tuple} or len(new) < len(filled) or len(found.update(new)):
             return None
-        found |= ids
         items = list(chain.from_iterable(map(dict.values if kinds == {dict} else _items_of, level)))
         level = [] if _are_values(items) else [each for each in items if type(each) not in _VALUES]
     return found
