@@ -30,8 +30,8 @@ KNOWN_CODECS = (RAW, ZSTD, SPLIT_ZSTD, DELTA, PATCH)
 
 _NAMES = {"raw": RAW, "zstd": ZSTD, "split-zstd": SPLIT_ZSTD}
 
-_SAMPLED_MIN, _SAMPLED_MAX, _SAMPLED_PART = 1 << 10, 4 << 10, 8
-"""Words from the middle of a chunk that are looked at to choose how: one of so many."""
+_SAMPLED_WORDS = 4 << 10
+"""Words from the middle of a chunk that are looked at to choose how."""
 _BLOCK_WORDS = 1 << 16
 """Words that are split at a time: with what is made of them on the way, they fit a processor's own
 cache."""
@@ -44,6 +44,8 @@ _SPARSE = 3
 and where they are. A Huffman code takes at least one bit per byte; this way does not."""
 _SPARSE_SHARE = 0.75
 """At least such a part of a sparse plane's bytes are equal."""
+_SPARSE_GAIN = 0.0125
+"""A sparse plane is worth its time if it leaves so much less of the plane than a frame."""
 _SPLIT_MIN = 128
 """Blosc keeps the planes of at least so many words apart."""
 _LIST = struct.Struct("<2I")
@@ -82,10 +84,10 @@ def codec_id(name: str) -> int:
 def sample(raw: memoryview, width: int, base: memoryview | None = None) -> Sample:
     """Estimate by a sample how planes, or with `base` a delta, would store `raw`."""
     words, bases = words_of(raw, width), None if base is None else words_of(base, width)
-    count = min(max(_SAMPLED_MIN, min(len(words) // _SAMPLED_PART, _SAMPLED_MAX)), len(words))
-    some = slice(start := (len(words) - count) // 2, start + count)
+    start = max(len(words) - _SAMPLED_WORDS, 0) // 2
+    some = slice(start, start + _SAMPLED_WORDS)
     words, bases = words[some], None if bases is None else bases[some]
-    shifts = (0,) if bases is None or not count else _shifts(words, bases)
+    shifts = (0,) if bases is None or not len(words) else _shifts(words, bases)
     return min((_sampled(words, bases, shift) for shift in shifts), key=attrgetter("share"))
 
 
@@ -113,15 +115,14 @@ def _best(plane: Plane) -> tuple[int | None, float]:
         return None, 1
     counts = np.bincount(plane)
     shares = counts[counts > 0] / len(plane)
-    spread = (len(shares) - 1) / (
-        2 * math.log(2) * len(plane)
-    )  # of the rarest, a sample lacks some
-    found = (spread - float(shares @ np.log2(shares))) / 8
+    # A sample lacks some of the rarest bytes: it has less entropy, on average by this.
+    lacks = (len(shares) - 1) / (2 * math.log(2) * len(plane))
+    found = (lacks - float(shares @ np.log2(shares))) / 8
     if found > _WORTH:
         return None, 1
-    way = _SPARSE if shares.max() > _SPARSE_SHARE else ENTROPY
-    matches = len(compress(plane, MATCHES)) / len(plane)
-    return (MATCHES, matches) if matches * _MATCHES_COST < found else (way, found)
+    way, least = (_SPARSE, _SPARSE_GAIN) if shares.max() > _SPARSE_SHARE else (ENTROPY, 0)
+    matches = len(compress(plane.data, MATCHES)) / len(plane)
+    return (MATCHES, matches) if matches * _MATCHES_COST < found + least else (way, found)
 
 
 def encode(codec: int, raw: memoryview, width: int) -> tuple[int, Stored]:
@@ -170,7 +171,7 @@ def moved(stored: Stored, at: Base) -> bytes:
 
 
 def decode_delta(stored: Stored, base: memoryview, out: memoryview, width: int) -> None:
-    """Fill `out` with the raw bytes of a delta from the raw bytes of its base, which lie elsewhere;
+    """Fill `out` with the raw bytes of a delta from those of its base, which are other memory;
     raises `Corrupt`."""
     words, shift = words_of(out, width), _fill(memoryview(stored)[_BASE.size :], out, width)
     words += words_of(base, width)
