@@ -13,7 +13,7 @@ import struct
 import sys
 from base64 import b64decode
 from contextlib import suppress
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,38 +38,60 @@ def inflate(frame: bytes, least: int, most: int) -> bytes:
     return zstandard.ZstdDecompressor().decompress(frame) if size else b""
 
 
+def word_of(width: int) -> int:
+    """The bytes of a word of elements of `width` bytes (§4)."""
+    return {1: 1, 2: 2, 4: 4, 8: 8, 16: 8}.get(width, 1)
+
+
 def decode(codec: int, stored: bytes, width: int, size: int) -> bytes:
     """The `size` raw bytes of a chunk, or its difference from its base (§4)."""
-    stored = stored[24:] if codec == 3 else stored
+    stored = stored[16:] if codec == 3 else stored
     if codec < 2:
         return inflate(stored, size, size) if codec else stored
-    out, at, whole = bytearray(size), 5 * width, size // width
-    for i, length in enumerate(struct.unpack_from(f"<{width}I", stored, width)):
-        plane, at = stored[at : at + length], at + length
-        if stored[i]:
-            wanted = whole + size % width * (i + 1 == width)
-            plane = (inflate if stored[i] == 1 else spread)(plane, wanted, wanted)
-        out[i : whole * width : width] = plane[:whole]
-        out[whole * width :] = plane[whole:]
-    return bytes(out)
+    expect(xxh3_128_digest(stored[16:]) == stored[:16], "planes are damaged")
+    word = word_of(width)
+    sizes = struct.unpack_from(f"<{word}I", stored, 24)
+    end, at = len(stored) - size % word, 24 + 4 * word
+    words = join(stored[at + sum(sizes) : end], size // word, word)
+    for i, length in enumerate(sizes):
+        if length:
+            words[i::word] = spread(stored[at : at + length], words[i::word])
+            at += length
+    return bytes(words) + stored[end:]
 
 
-def spread(stored: bytes, _: int, size: int) -> bytes:
-    """A sparse plane of `size` bytes (§4)."""
-    plane, at, first = bytearray(size), -1, 4 + int.from_bytes(stored[:4], "little")
-    frames = (inflate(stored[some], 0, size) for some in (slice(4, first), slice(first, None)))
-    for gap, value in zip(*frames, strict=True):
-        plane[at := at + gap + 1] = value
-    return bytes(plane)
+def join(chunk: bytes, count: int, word: int) -> bytearray:
+    """The words of a Blosc chunk of one block (§4)."""
+    head = struct.pack("<4B4I", 2, 1, 0x81, word, count * word, count * word, len(chunk), 20)
+    expect(chunk[:20] == head if count else not chunk, "no such Blosc chunk")
+    planes, at, size = b"", 20, count if count >= 128 else count * word
+    while at < len(chunk):
+        (length,) = struct.unpack_from("<I", chunk, at)
+        plane, at = chunk[at + 4 : at + 4 + length], at + 4 + length
+        planes += plane if length == size else inflate(plane, size, size)
+    words = bytearray(count * word)
+    for i in range(word):
+        words[i::word] = planes[i * count : (i + 1) * count]
+    return words
 
 
-def undo(difference: bytes, base: bytes, width: int, center: int) -> bytes:
-    """The chunk that differs so from its base and the center (§4)."""
-    word = {1: 1, 2: 2, 4: 4, 8: 8, 16: 8}.get(width, 1)
-    size, form = len(base) // word, "<%d" + "?BH?I???Q"[word]
-    words = (struct.unpack_from(form % size, data) for data in (base, difference))
-    moved = (b + center + (d >> 1 ^ -(d & 1)) for b, d in zip(*words, strict=True))
-    raw = struct.pack(form % size, *(each % (1 << 8 * word) for each in moved))
+def spread(stored: bytes, plane: bytearray) -> bytearray:
+    """A sparse plane, with the bytes that it lists (§4)."""
+    count, size = struct.unpack_from("<II", stored)
+    places = accumulate(struct.unpack(f"<{count}I", join(stored[8 : 8 + size], count, 4)))
+    for place, byte in zip(places, inflate(stored[8 + size :], count, count), strict=True):
+        plane[place] = byte
+    return plane
+
+
+def undo(difference: bytes, base: bytes, width: int, shift: int) -> bytes:
+    """The chunk that differs so from its base and the shift (§4)."""
+    word = word_of(width)
+    form = f"<{len(base) // word}{'?BH?I???Q'[word]}"
+    words, bases = struct.unpack_from(form, difference), struct.unpack_from(form, base)
+    raw = struct.pack(
+        form, *((d + bases[i] + shift) % (1 << 8 * word) for i, d in enumerate(words))
+    )
     return raw + difference[len(raw) :]
 
 
@@ -77,16 +99,14 @@ def patched(stored: bytes, base: bytes, width: int) -> bytes:
     """The chunk that a patch makes of its base (§4)."""
     expect(xxh3_128_digest(stored[16:]) == stored[:16], "a patch is damaged")
     count, first, _, wide, tail = struct.unpack_from("<IIHBB", stored, 52)
-    word = {1: 1, 2: 2, 4: 4, 8: 8, 16: 8}.get(width, 1)
-    raw, at, rest = bytearray(base), -1, stored[64:]
-    gaps = decode(2, rest[:first], wide, count * wide)
-    places = []
-    for i in range(0, len(gaps), wide):
-        places.append(at := at + int.from_bytes(gaps[i : i + wide], "little") + 1)
-    olds = b"".join(base[i * word : (i + 1) * word] for i in places)
-    news = undo(decode(2, rest[first + tail :], word, count * word), olds, word, 0)
-    for n, i in enumerate(places):
-        raw[i * word : (i + 1) * word] = news[n * word : (n + 1) * word]
+    word, raw, at, rest = word_of(width), bytearray(base), -1, stored[64:]
+    gaps, changes = join(rest[:first], count, wide), join(rest[first + tail :], count, word)
+    for n in range(count):
+        at += int.from_bytes(gaps[n * wide : (n + 1) * wide], "little") + 1
+        place, folded = slice(at * word, (at + 1) * word), changes[n * word : (n + 1) * word]
+        change = int.from_bytes(folded, "little")
+        new = int.from_bytes(base[place], "little") + (change >> 1 ^ -(change & 1))
+        raw[place] = (new % (1 << 8 * word)).to_bytes(word, "little")
     raw[len(raw) - tail :] = rest[first : first + tail]
     return bytes(raw)
 
@@ -183,7 +203,7 @@ class Store:
                 if base:
                     pack.seek(base[2])
                     before = decode(base[6], pack.read(base[3]), width, size)
-                    raw = undo(raw, before, width, int.from_bytes(stored[16:24], "little"))
+                    raw = undo(raw, before, width, int.from_bytes(stored[32:40], "little"))
                 if xxh3_128_digest(raw) == digest and blake3(raw).digest() == wanted:
                     return raw
         raise ValueError(f"no pack has chunk {wanted.hex()} as it was")

@@ -6,10 +6,11 @@ after one of the patterns here matched it (docs/format.md §1).
 
 import os
 import re
+from collections.abc import Iterable
 from typing import NewType
 
 from blake3 import blake3
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from ckptstore.errors import Corrupt, InvalidInput
 
@@ -50,6 +51,14 @@ def checksum(data: bytes | memoryview) -> bytes:
     """XXH3-128 of `data`, 16 bytes. Detects accidental damage in an eighth of the time, but no
     deliberate change."""
     return xxh3_128_digest(data)
+
+
+def checksum_of(parts: Iterable[bytes | memoryview]) -> bytes:
+    """The checksum of parts, one behind the other."""
+    found = xxh3_128()
+    for part in parts:
+        found.update(part)
+    return found.digest()
 
 
 def random_digits(nbytes: int) -> str:

@@ -166,8 +166,8 @@ def _add(patches: Sequence[_Patch], words: codecs.Words) -> None:
     for head, gaps, _, changed in patches:
         stop = start + head.words
         row = at[start:stop]
-        _unplane(gaps, head.gap_bytes, row)
-        _unplane(changed, words.itemsize, changes[start:stop])
+        row[:] = codecs.decode_few(gaps, head.words, head.gap_bytes)
+        changes[start:stop] = codecs.decode_few(changed, head.words, words.itemsize)
         row += 1
         np.cumsum(row, out=row)
         if head.words and int(row[-1]) > len(words):
@@ -183,11 +183,3 @@ def _add(patches: Sequence[_Patch], words: codecs.Words) -> None:
 def _gap_bytes(most: int) -> int:
     """The bytes of a gap, if none is larger than `most`."""
     return next(nbytes for nbytes in _GAP_TYPES if most >> 8 * nbytes == 0)
-
-
-def _unplane(stored: memoryview, width: int, words: npt.NDArray[Any]) -> None:
-    """The inverse of `codecs.encode_few` for words of `width` bytes, into the low bytes of `words`;
-    raises `Corrupt`."""
-    rows = words.view(np.uint8).reshape(len(words), words.itemsize)
-    for i, plane in enumerate(codecs.planes_of(stored, len(words) * width, width)):
-        rows[:, i] = np.frombuffer(plane, np.uint8)

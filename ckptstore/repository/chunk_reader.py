@@ -347,7 +347,7 @@ def _read_coded(
                 (read, whole[read.entry.offset - run.offset :][: read.entry.stored_bytes])
                 for read in some
             ]
-            bases = _Bases(storage, key, kept)
+            bases = _Bases(storage, key, kept, scratch)
             with scratch.lend(bases.plan(rows)) as memory:
                 bases.read(memory)
                 for read, stored in rows:
@@ -388,8 +388,10 @@ class _Bases:
     """The bases of the deltas among some chunks of the object `key`. They are read together, and
     each is decoded when it is needed."""
 
-    def __init__(self, storage: Storage, key: str, kept: DecodedBases | None) -> None:
-        self._storage, self._key, self._kept = storage, key, kept
+    def __init__(
+        self, storage: Storage, key: str, kept: DecodedBases | None, scratch: Scratch
+    ) -> None:
+        self._storage, self._key, self._kept, self._scratch = storage, key, kept, scratch
         # Held here, because others may take their places in `kept`.
         self._known: dict[codecs.Base, memoryview] = {}
         self._reads: list[Sequence[codecs.Base]] = []
@@ -435,18 +437,19 @@ class _Bases:
         """Fill `out` with the raw bytes of a delta; raises `Corrupt`. Its base has as many."""
         base = codecs.base_of(stored)
         raw = self._known.get(base)
-        if raw is None or raw.nbytes != out.nbytes:
-            if base not in self._stored:
-                raise Corrupt(
-                    f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset "
-                    f"{base.offset}"
-                )
-            raw = out if self._kept is None else _fresh(out.nbytes)
-            codecs.decode_into(base.codec, self._stored[base], raw, entry.width)
-            if self._kept:
-                self._known[base] = raw
-                self._kept.put(self._key, base, raw)
-        codecs.decode_delta(stored, raw, out, entry.width)
+        with self._scratch.lend(0 if self._kept else out.nbytes) as lent:
+            if raw is None or raw.nbytes != out.nbytes:
+                raw = _fresh(out.nbytes) if self._kept else lent
+                if base not in self._stored:
+                    raise Corrupt(
+                        f"the base of chunk {entry.chunk.hex()[:12]} cannot be read at offset "
+                        f"{base.offset}"
+                    )
+                codecs.decode_into(base.codec, self._stored[base], raw, entry.width)
+                if self._kept:
+                    self._known[base] = raw
+                    self._kept.put(self._key, base, raw)
+            codecs.decode_delta(stored, raw, out, entry.width)
 
 
 def _span(bases: Sequence[codecs.Base]) -> int:

@@ -122,14 +122,16 @@ def chunks(store: Any, commit: dict[str, Any], leaf: dict[str, Any]) -> Iterator
         "",
         *block(fields(record)),
         "",
-        f"   The {stored} stored bytes from offset {offset} are `split-zstd`: a flag for each",
-        f"   of the {width} planes, their lengths, then the planes.",
+        f"   The {stored} stored bytes from offset {offset} are `split-zstd`, of {width} planes:",
         "",
         *block(
             [
-                f"{data[:width].hex(' ')}   flags",
-                f"{data[width : 5 * width].hex(' ', 4)}   lengths",
-                f"{data[5 * width : 5 * width + 16].hex()}…   plane 0",
+                f"{data[:16].hex()}   checksum",
+                f"{data[16:24].hex()}   shift",
+                f"{data[24 : 24 + 4 * width].hex(' ', 4)}   bytes of lists",
+                f"{data[24 + 4 * width : 44 + 4 * width].hex(' ', 4)}   Blosc chunk",
+                f"{data[44 + 4 * width : 48 + 4 * width].hex()}   bytes of plane 0",
+                f"{data[48 + 4 * width : 64 + 4 * width].hex()}…   plane 0",
             ]
         ),
         "",

@@ -3,6 +3,7 @@ and 2 were never released."""
 
 import itertools
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,19 @@ def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_pat
 
 def test_the_compacted_golden_store_has_all_forms_of_differences() -> None:
     packs = reader.Store(HERE / COMPACTED).chunks.values()
-    centers, forms = set[bool](), set[int]()
-    for file, (_, _, offset, _, _, _, codec, width, *_), _ in itertools.chain.from_iterable(packs):
+    lists, raw = set[bool](), set[bool]()
+    for file, (_, _, offset, size, nbytes, _, codec, width, *_), _ in itertools.chain(*packs):
         if codec == DELTA:
-            stored = file.read_bytes()[offset:]
-            centers.add(any(stored[16:24]))
-            forms |= set(stored[24 : 24 + width])
-    assert centers == {False, True}
-    assert forms == {0, 1, 2}
+            stored = file.read_bytes()[offset : offset + size]
+            word, count = reader.word_of(width), nbytes // reader.word_of(width)
+            sizes = struct.unpack_from(f"<{word}I", stored, 40)
+            at = 60 + 4 * word + sum(sizes)
+            lists |= {length > 0 for length in sizes}
+            while at < size - nbytes % word:
+                (length,) = struct.unpack_from("<I", stored, at)
+                raw.add(length == count)
+                at += 4 + length
+    assert lists == raw == {False, True}
 
 
 def test_a_compacted_golden_store_is_read_checked_and_collected(tmp_path: Path) -> None:

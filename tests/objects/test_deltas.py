@@ -7,20 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.core.ids import checksum
 from ckptstore.errors import Corrupt
 from ckptstore.objects.codecs import (
     DELTA,
     RAW,
     SPLIT_ZSTD,
     Base,
+    Sample,
     base_of,
     decode_delta,
+    decode_into,
     encode,
     encode_delta,
+    encode_few,
+    encode_planes,
     moved,
     sample,
 )
-from ckptstore.objects.frames import compress
+from ckptstore.objects.frames import ENTROPY, compress
 from tests.support.mutations import damaged
 
 BASE = Base(4096, 77, SPLIT_ZSTD)
@@ -103,39 +108,73 @@ def test_words_that_all_moved_alike_leave_next_to_nothing() -> None:
     base = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype="<u4")
     raw = memoryview((base - np.uint32(70_000)).tobytes())
     stored = encode_delta(raw, memoryview(base.tobytes()), BASE, 4)
-    assert len(stored) < 200
+    assert len(stored) < 250
     assert restored(stored, base.tobytes(), 4) == raw
 
 
-def sparse_delta(gaps: bytes, values: bytes, nbytes: int) -> bytes:
+def summed(stored: bytes) -> bytes:
+    """A delta with the checksum of what follows it, as a forger would write it."""
+    return stored[:16] + checksum(stored[32:]) + stored[32:]
+
+
+def sparse_delta(distances: list[int], listed: bytes, nbytes: int) -> bytes:
     """A delta from zeros, of bytes, whose one plane is sparse."""
-    first, second = compress(gaps), compress(values)
-    head = encode_delta(memoryview(bytes(nbytes)), memoryview(bytes(nbytes)), BASE, 1)[:24]
-    plane = struct.pack("<I", len(first)) + first + second
-    return head + b"\x02" + struct.pack("<I", len(plane)) + plane
+    zeros = memoryview(bytes(nbytes))
+    plain = encode_delta(zeros, zeros, BASE, 1, Sample([ENTROPY], 1))
+    coded = encode_few(np.array(distances, "<u4"))
+    plane = struct.pack("<2I", len(distances), len(coded)) + coded + compress(listed)
+    return summed(plain[:40] + struct.pack("<I", len(plane)) + plane + plain[44:])
 
 
 def test_a_sparse_plane_that_no_writer_makes_is_refused() -> None:
-    assert restored(sparse_delta(b"\x03\x3b", b"\x02\x04", 64), bytes(64), 1) == (
-        bytes(3) + b"\x01" + bytes(59) + b"\x02"
+    assert restored(sparse_delta([3, 60], b"\x02\x04", 64), bytes(64), 1) == (
+        bytes(3) + b"\x02" + bytes(59) + b"\x04"
     )
-    for gaps, values in (
-        (b"\x03\x3c", b"\x02\x04"),  # beyond the end
-        (b"\xff" * 16, b"\x02" * 16),
-        (b"\x03", b"\x02\x04"),
-        (b"\x03\x3b", b"\x02"),
-        (bytes(17), bytes(17)),  # more than a quarter
+    for distances, listed in (
+        ([3, 61], b"\x02\x04"),  # beyond the end
+        ([1 << 31, 1 << 31, 3], b"\x02\x04\x06"),
+        ([3], b"\x02\x04"),
+        ([3, 60], b"\x02"),
+        ([0] * 65, bytes(65)),
     ):
         with pytest.raises(Corrupt):
-            restored(sparse_delta(gaps, values, 64), bytes(64), 1)
+            restored(sparse_delta(distances, listed, 64), bytes(64), 1)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_a_center_wider_than_a_word_is_refused(width: int) -> None:
+def test_a_shift_wider_than_a_word_is_refused(width: int) -> None:
     stored = bytearray(encode_delta(memoryview(bytes(64)), memoryview(bytes(64)), BASE, width))
-    stored[16 + width] = 1
-    with pytest.raises(Corrupt, match="center"):
-        restored(bytes(stored), bytes(64), width)
+    stored[32 + width] = 1
+    with pytest.raises(Corrupt, match="shifted"):
+        restored(summed(bytes(stored)), bytes(64), width)
+
+
+@given(st.binary(min_size=1, max_size=600), st.sampled_from([1, 2, 3, 4, 8, 16]), st.data())
+def test_every_bit_that_turns_is_noticed(raw: bytes, width: int, data: st.DataObject) -> None:
+    base = data.draw(st.binary(min_size=len(raw), max_size=len(raw)))
+    delta = encode_delta(memoryview(raw), memoryview(base), BASE, width)
+    planes = encode_planes(memoryview(raw), width, sample(memoryview(raw), width))
+    for stored, decode in (
+        (delta[16:], lambda bad: restored(delta[:16] + bad, base, width)),
+        (planes, lambda bad: decode_into(SPLIT_ZSTD, bad, memoryview(bytearray(raw)), width)),
+    ):
+        at = data.draw(st.integers(0, 8 * len(stored) - 1))
+        bad = bytearray(stored)
+        bad[at // 8] ^= 1 << at % 8
+        with pytest.raises(Corrupt, match="checksum"):
+            decode(bytes(bad))
+
+
+@given(st.data())
+def test_what_a_forger_sums_is_refused_or_as_many_bytes_as_wanted(data: st.DataObject) -> None:
+    width = data.draw(WIDTHS)
+    raw = np.random.default_rng(0).normal(0, 1, 300).astype("<f4").tobytes()
+    stored = encode_delta(memoryview(raw), memoryview(bytes(len(raw))), BASE, width)
+    bad = data.draw(damaged(stored[32:]))
+    try:
+        assert len(restored(summed(stored[:32] + bad), bytes(len(raw)), width)) == len(raw)
+    except Corrupt:
+        return
 
 
 def test_weights_that_moved_a_little_shrink_to_less_than_their_planes() -> None:

@@ -7,7 +7,8 @@ other. A chunk that does not shrink by 5 % stays where it is.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -72,13 +73,8 @@ class Coded:
     def total(cls, parts: "Iterable[Coded]") -> "Coded":
         """All of `parts` together."""
         found = cls()
-        for part in parts:
-            found.chunks += part.chunks
-            found.deltas += part.deltas
-            found.raw_bytes += part.raw_bytes
-            found.stored_bytes += part.stored_bytes
-            found.coded_bytes += part.coded_bytes
-            found.problems += part.problems
+        for part, name in product(parts, [each.name for each in fields(cls)]):
+            setattr(found, name, getattr(found, name) + getattr(part, name))
         return found
 
 
@@ -142,13 +138,27 @@ _Raw: TypeAlias = tuple[Chunk, memoryview]
 
 @dataclass(slots=True)
 class _Base:
-    """The base of a place: of each of its bytes, planes store `share`. Its record's number is None
-    as long as it has none."""
+    """The base of a place. Its record's number is None as long as it has none."""
 
     chunk: Chunk
     raw: memoryview
-    share: float
-    record: int | None
+    planes: codecs.Sample
+    record: int | None = None
+
+
+def _best(chunk: Chunk, raw: memoryview, base: _Base) -> tuple[int, codecs.Sample] | None:
+    """How to store a chunk, by a sample of it, and of the base where that is not the difference
+    from it; None if what there is takes as little. Planes of all chunks of a place are alike."""
+    codec, sampled = codecs.SPLIT_ZSTD, base.planes
+    if chunk.id != base.chunk.id:
+        delta = codecs.sample(raw, chunk.width, base.raw)
+        if delta.share <= WORTH * sampled.share:
+            codec, sampled = codecs.DELTA, delta
+    return (codec, sampled) if _worth(chunk, sampled.share * len(raw)) else None
+
+
+def _worth(chunk: Chunk, nbytes: float) -> bool:
+    return nbytes <= WORTH * chunk.stored_bytes
 
 
 class StripCoder:
@@ -187,33 +197,27 @@ class StripCoder:
             self._pack.flush()
 
     def _store_base(self, chunk: Chunk, raw: memoryview) -> _Base:
-        """Store the planes of a base, if that is worth it."""
-        sampled = codecs.sample(raw, chunk.width)
-        return _Base(chunk, raw, sampled.share, self._store_planes(chunk, raw, sampled))
+        """Store a base, if that is worth it."""
+        base = _Base(chunk, raw, codecs.sample(raw, chunk.width))
+        base.record = self._store(chunk, raw, base)
+        return base
 
-    def _store_planes(self, chunk: Chunk, raw: memoryview, sampled: codecs.Sample) -> int | None:
-        """Store a chunk's planes, if that is worth it; the number of its record."""
-        if sampled.share * len(raw) > WORTH * chunk.stored_bytes:
+    def _store(self, chunk: Chunk, raw: memoryview, base: _Base) -> int | None:
+        """Store a chunk, if that is worth it; the number of its record. If it is a difference, its
+        base is written before, also where that makes it no smaller."""
+        if (best := _best(chunk, raw, base)) is None:
             return None
-        stored = codecs.encode_planes(raw, chunk.width, sampled)
-        if len(stored) > WORTH * chunk.stored_bytes:
-            return None
-        return self._append(chunk, raw, codecs.SPLIT_ZSTD, stored)
-
-    def _store(self, chunk: Chunk, raw: memoryview, base: _Base) -> None:
-        """Store a chunk, as the difference from its base if that is worth it. Then the base is
-        written, too, also where that makes it no smaller."""
-        delta = codecs.sample(raw, chunk.width, base.raw)
-        if delta.share > WORTH * base.share or delta.share * len(raw) > WORTH * chunk.stored_bytes:
-            self._store_planes(chunk, raw, codecs.sample(raw, chunk.width))
-            return
+        codec, sampled = best
+        if codec == codecs.SPLIT_ZSTD:
+            stored = codecs.encode_planes(raw, chunk.width, sampled)
+            return self._append(chunk, raw, codec, stored) if _worth(chunk, len(stored)) else None
         if base.record is None:
             used, whole = codecs.encode(codecs.SPLIT_ZSTD, base.raw, chunk.width)
             base.record = self._append(base.chunk, base.raw, used, whole)
         entry = self._pack.entries[base.record]
         at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
-        stored = codecs.encode_delta(raw, base.raw, at, chunk.width, delta)
-        self._append(chunk, raw, codecs.DELTA, stored, base.record)
+        stored = codecs.encode_delta(raw, base.raw, at, chunk.width, sampled)
+        return self._append(chunk, raw, codec, stored, base.record)
 
     def _append(
         self,
@@ -276,20 +280,16 @@ def estimate(
 
 def _estimate_place(read: Sequence[_Raw], coded: Coded, times: float) -> None:
     """Add what coding the chunks of a place would do, so many times; the first is the base."""
-    (base, base_raw), *others = read
-    share = codecs.sample(base_raw, base.width).share
-    written = share * len(base_raw) <= WORTH * base.stored_bytes
-    if written:
-        coded.add(base, share * len(base_raw), delta=False, times=times)
-    for chunk, raw in others:
-        delta = codecs.sample(raw, chunk.width, base_raw).share
-        is_delta = delta <= WORTH * share
-        nbytes = (delta if is_delta else share) * len(raw)
-        if nbytes <= WORTH * chunk.stored_bytes:
-            coded.add(chunk, nbytes, delta=is_delta, times=times)
-            if is_delta and not written:
-                coded.add(base, base.raw_bytes, delta=False, times=times)
-            written |= is_delta
+    chunk, raw = read[0]
+    base, written = _Base(chunk, raw, codecs.sample(raw, chunk.width)), False
+    for chunk, raw in read:
+        if (best := _best(chunk, raw, base)) is None:
+            continue
+        delta = best[0] == codecs.DELTA
+        coded.add(chunk, best[1].share * len(raw), delta=delta, times=times)
+        if delta and not written:
+            coded.add(base.chunk, min(base.planes.share, 1) * len(raw), delta=False, times=times)
+        written = True
 
 
 def _base(chunks: Sequence[Chunk], key: int) -> Chunk:
