@@ -30,7 +30,7 @@ from ckptstore.contents import CommitContents, nearest_with
 from ckptstore.core.forks import cached_property, survives_forks
 from ckptstore.core.ids import ChunkId, CommitId, SessionId, is_commit_id
 from ckptstore.core.model import CommitDocument
-from ckptstore.core.options import Async, Ranks
+from ckptstore.core.options import Async, Milestone, Ranks
 from ckptstore.core.refs import Latest, parse_ref
 from ckptstore.core.settings import Settings
 from ckptstore.core.text import bytes_text, seconds_text
@@ -249,7 +249,7 @@ class StoreInternals:
                     self.parent_tracker.failed(request.asked)
                 raise
             committed = self._measured(committed, request, peers, self.threads)
-        return self.committed(committed)
+        return self.committed(committed, leads=peers is None or peers.leads)
 
     def _prepared(
         self, flats: Callable[[], Flats], metadata: MakeMetadata, peers: "Collective | None"
@@ -394,16 +394,20 @@ class StoreInternals:
                 committed = self._measured(committed, asked, behind, self._low_priority)
             held_s = pending.timings.held_s or pending.age_s
             cost = replace(committed.stats, held_s=held_s)
-            return committed, self.committed(replace(committed, stats=cost))
+            leads = behind is None or behind.leads
+            made = self.committed(replace(committed, stats=cost), leads=leads, pending=pending)
+            return committed, made
 
         whole = peers is not None or elsewhere
         made = tuple if behind else self._made  # one rank alone must not fail before a round
-        return self.async_commits.start(
+        pending = self.async_commits.start(
             app_state,
             metadata,
             options,
             CommitRoute(flats, commit, peers, whole, elsewhere, made, goes_on),
         )
+        pending.flush_mirror = self.tier.flush if self.tier else None
+        return pending
 
     def _made(self) -> Container[CommitId]:
         """The commits that the log has now."""
@@ -467,16 +471,33 @@ class StoreInternals:
     def candidates(self, peers: "Collective | None") -> Iterable[tuple[Reader | None, Resolved]]:
         """Commits of this run, newest first, each with a reader if only the mirror has it; with
         `peers`, as the coordinator lists them."""
-        log = self.handle.log
-        state = log.replay()
-        if self.tier and not peers:
+        log, tier = self.handle.log, self.tier
+        if peers is None:
+            return self._newest_first()
+
+        def listed() -> list[tuple[CommitId, bool]]:
+            return [(info.id, reader is None) for reader, info in self._newest_first()]
+
+        choice = peers.share(
+            "resume: choose", listed if peers.leads else list, lambda all_: all_[0]
+        )
+        rows = [(CommitId(commit), is_here) for commit, is_here in choice]
+        known = log.replay().commits
+        state = log.replay(refresh=any(is_here and c not in known for c, is_here in rows))
+
+        def opened() -> list[tuple[Reader | None, Resolved]]:
+            return [
+                (None, resolved(state, commit)) if is_here or tier is None else tier.named(commit)
+                for commit, is_here in rows
+            ]
+
+        return peers.on_all(opened) if tier else opened()
+
+    def _newest_first(self) -> list[tuple[Reader | None, Resolved]]:
+        state = self.handle.log.replay()
+        if self.tier:
             return self.tier.newest_first(self.run, state)
-        found = newest_first(state, self.run)
-        if peers:
-            wanted = peers.agreed([info.id for info in found])
-            state = log.replay(refresh=any(commit not in state.commits for commit in wanted))
-            found = [resolved(state, commit) for commit in wanted]
-        return [(None, info) for info in found]
+        return [(None, info) for info in newest_first(state, self.run)]
 
     def find(self, ref: str | int) -> tuple[Reader | None, Resolved]:
         """The commit of `ref`, with a reader if only the mirror has it. `latest` is the newest of
@@ -500,15 +521,20 @@ class StoreInternals:
         document = (reader or self.reader).document(info.session, info.id)
         return self.snapshot_of(info.id, document, info.tags, reader=reader)
 
-    def committed(self, committed: Committed) -> Snapshot:
-        """The snapshot of a commit that was just made. Reports the commit."""
+    def committed(
+        self, committed: Committed, *, leads: bool = True, pending: PendingCommit | None = None
+    ) -> Snapshot:
+        """The snapshot of a commit that was just made. Reports the commit, and of several ranks the
+        one that `leads` has it mirrored."""
         document, newest = committed.document, self.handle.log.state.runs.get(self.run, ())
         outages = self.async_commits.outages
         outages.durable = committed.id, document.step
         if outages.failing_since is not None:
             step = "" if document.step is None else f" of step {document.step}"
             outages.recovered(f"the commit{step}")
-        self.wake_tier()
+        if self.tier and leads:
+            reached = partial(pending.reached, Milestone.MIRRORED) if pending else None
+            self.tier.watch(committed.id, reached) if reached else self.tier.wake()
         self._disk.after(committed.stats.logical_bytes, committed.stats.new_bytes)
         self._run_watch.after(committed.id, document.parents, newest)
         self._report(committed)

@@ -20,7 +20,7 @@ from ckptstore.maintenance.retention import Policy
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.objects.pointer_files import write_pointer as write_file
-from ckptstore.peers import is_several
+from ckptstore.peers import leads_all
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.repository.store_handle import StoreHandle
@@ -38,6 +38,8 @@ class Mirror:
         keep_local: Policies of commits that stay in the first store after the upload; default: all
             stay.
         storage: Where and how the mirror keeps its objects.
+        every_steps: Upload, of each run, the first commit after each multiple of so many steps.
+            Those with a tag are uploaded, too, and by `flush_mirror` and `close` the newest.
 
     Example:
         >>> mirror = Mirror("s3://bucket/run", keep_local=KeepLast(3))
@@ -47,8 +49,13 @@ class Mirror:
     place: str | os.PathLike[str]
     keep_local: Policy | Sequence[Policy] = ()
     storage: Storage = field(default_factory=Storage)
+    every_steps: int = 1
 
     def __post_init__(self) -> None:
+        if not (type(self.every_steps) is int and self.every_steps > 0):
+            raise InvalidInput(
+                f"every_steps is {self.every_steps!r:.80}; wanted a number of steps, 1 or more"
+            )
         for policy in self.policies:
             if not isinstance(policy, Policy):
                 raise InvalidInput(
@@ -108,11 +115,6 @@ def open(
         handle = _open_or_make(place, settings, storage)
         return Store(handle, settings, background=background)
     there = mirror if isinstance(mirror, Mirror) else Mirror(mirror)
-    if is_several(None):
-        raise InvalidInput(
-            "mirror= is for one process; with several ranks open without it, and let one rank call "
-            "store.mirror(to=…)"
-        )
     if storage.chunk_bytes is None and storage.codec is None:
         settings = _like_mirror(settings, there)
     handle = _open_or_make(place, settings, storage)
@@ -165,6 +167,8 @@ def _tier(place: str | os.PathLike[str], settings: Settings, mirror: Mirror) -> 
         StoreHandle(place, storage_options=settings.storage_options, index=settings.index),
         os.fspath(mirror.place),
         keep=mirror.policies,
+        every_steps=mirror.every_steps,
+        leads=leads_all(),
         storage_options=mirror.storage.options,
         index=mirror.storage.index,
     )

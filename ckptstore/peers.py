@@ -64,6 +64,11 @@ def is_several(process_group: Any = None) -> bool:
     return len(dist.get_process_group_ranks(group)) > 1
 
 
+def leads_all() -> bool:
+    """Whether this process is the first of all ranks, or has no peers."""
+    return not is_several() or sys.modules["torch.distributed"].get_rank() == 0
+
+
 def agreed_schedule(options: Mapping[str, Any], due: bool, came: bool) -> tuple[bool, bool]:
     """Whether a commit is due, and whether a signal came; all ranks that commit together get the
     same answer."""

@@ -1,10 +1,13 @@
-"""Training on several ranks that is killed, and goes on with another number of ranks.
+"""Training on several ranks of a host that is killed, and goes on with another number of ranks;
+then the host loses its memory, and training goes on from the mirror.
 
 Run as it is, it shows that with FSDP2 (`python many_ranks.py ddp`: with DistributedDataParallel).
-Elsewhere torchrun starts it: `torchrun --nproc-per-node 4 many_ranks.py fsdp checkpoints`.
+Elsewhere torchrun starts it:
+`torchrun --nproc-per-node 4 many_ranks.py fsdp /dev/shm/run s3://bucket/run`.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,9 +33,9 @@ def wrapped(model: torch.nn.Module, kind: str) -> torch.nn.Module:
     return model
 
 
-def train(kind: str, place: str, killed_at: int | None) -> None:
-    """Train from wherever the store stands; the last rank is killed in step `killed_at`, if
-    given."""
+def train(kind: str, memory: str, mirror: str, steps: int, killed_at: int) -> None:
+    """Train from wherever the store stands to `steps`; the last rank is killed in step `killed_at`,
+    unless that is 0."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -42,10 +45,11 @@ def train(kind: str, place: str, killed_at: int | None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     app_state = {"model": model, "optimizer": optimizer, "progress": {"step": 0}}
 
-    with ckptstore.open(place) as store:
+    behind = ckptstore.Mirror(mirror, every_steps=2, keep_local=ckptstore.KeepLast(2))
+    with ckptstore.open(memory, mirror=behind) as store:
         store.resume(app_state)
         start = app_state["progress"]["step"]
-        for step in range(start + 1, STEPS + 1):
+        for step in range(start + 1, steps + 1):
             x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))[rank::ranks]
             loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
             optimizer.zero_grad()
@@ -76,28 +80,31 @@ def launch(ranks: int, *arguments: str) -> bool:
 
 
 def show(kind: str) -> None:
-    """Two ranks until one is killed, then three."""
+    """Two ranks until one is killed, then three, then two on a host with empty memory."""
     with tempfile.TemporaryDirectory() as folder:
-        place = f"{folder}/checkpoints"
-        assert not launch(2, kind, place, str(STEPS // 2)), "a rank was killed"
-        with ckptstore.open(place) as store:
+        memory, mirror = f"{folder}/memory", f"{folder}/mirror"
+        assert not launch(2, kind, memory, mirror, str(STEPS), "3"), "a rank was killed"
+        with ckptstore.open(memory) as store:
             assert [info.step for info in store.log()] == [2, 1], (
                 "what was under way left nothing behind"
             )
-        assert launch(3, kind, place)
-        with ckptstore.open(place) as store:
+        assert launch(3, kind, memory, mirror, str(STEPS))
+        with ckptstore.open(memory) as store:
             commits = store.log()
-            assert [info.step for info in commits] == [6, 5, 4, 3, 2, 1], (
-                "training went on where it stood"
-            )
-            assert all(
-                newer.parents == (older.id,)
-                for newer, older in zip(commits, commits[1:], strict=False)
+            assert [info.step for info in commits] == [6, 5], "memory holds the newest"
+            assert commits[0].parents == (commits[1].id,)
+        shutil.rmtree(memory)
+        assert launch(2, kind, memory, mirror, str(STEPS + 2))
+        with ckptstore.open(mirror) as store:
+            assert [info.step for info in store.log()][:2] == [8, 6], (
+                "training went on where it stood, from the mirror"
             )
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        train(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)
+        kind, memory, mirror, *numbers = sys.argv[1:]
+        steps, killed_at = (*map(int, numbers), *(STEPS, 0)[len(numbers) :])
+        train(kind, memory, mirror, steps, killed_at)
     else:
         show(sys.argv[1] if len(sys.argv) > 1 else "fsdp")

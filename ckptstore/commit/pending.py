@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakSet
 
 from ckptstore.commit.plan import ChunkRun
@@ -26,7 +26,7 @@ from ckptstore.core.ids import CommitId
 from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.core.public_calls import public_methods
 from ckptstore.core.text import seconds_text
-from ckptstore.errors import Busy, Cancelled, InvalidInput
+from ckptstore.errors import Busy, Cancelled, InvalidInput, Unavailable
 from ckptstore.repository.thread_pool import step_aside
 
 
@@ -72,6 +72,7 @@ class Timings:
     hashed_s: float | None = None
     written_s: float | None = None
     durable_s: float | None = None
+    mirrored_s: float | None = None
 
 
 _thread = threading.local()
@@ -108,6 +109,8 @@ class Pending(Generic[T]):
         self._cancelled = self._publishing = False
         self.help_staging: Callable[[], object] = lambda: None
         """Helps with the copying that is left, if any."""
+        self.flush_mirror: Callable[[float | None], bool] | None = None
+        """Waits until the mirror has this commit or a newer one, once it is durable."""
         self.tip: CommitId | None = None
         """The parent of the next commit once this one has ended: this one, or its parent if it
         failed."""
@@ -168,14 +171,33 @@ class Pending(Generic[T]):
         if self.done() and not self.passes and (error := self.exception()):
             raise error
 
-    def wait(self, timeout_s: float | None = None) -> T:
-        """Wait for the durable commit and return it.
+    def wait(
+        self, timeout_s: float | None = None, *, until: Literal["durable", "mirrored"] = "durable"
+    ) -> T:
+        """Wait for the durable commit and return it; with `until="mirrored"`, until the mirror has
+        it as well, or a newer one of its run.
 
         Raises the commit's failure, `Cancelled`, `Busy` if it was skipped, or `TimeoutError` after
-        `timeout_s`; then the commit goes on.
+        `timeout_s`; then the commit goes on. Raises `Unavailable` if the mirror does not answer,
+        and `InvalidInput` for a store without one.
         """
+        since = time.monotonic()
+        if until not in ("durable", "mirrored"):
+            raise InvalidInput(f"until is {until!r:.80}; wanted 'durable' or 'mirrored'")
+        if until == "mirrored" and self.flush_mirror is None:
+            raise InvalidInput("this store has no mirror: ckptstore.open(…, mirror=…) adds one")
         if error := self.exception(timeout_s):
             raise error
+        if until == "mirrored" and self.flush_mirror:
+            left_s = None if timeout_s is None else max(0.0, since + timeout_s - time.monotonic())
+            if not self.flush_mirror(left_s):
+                if left_s is not None and time.monotonic() >= since + (timeout_s or 0):
+                    raise TimeoutError(
+                        f"{self.name} is durable, and not mirrored after {timeout_s} s; it goes on"
+                    )
+                raise Unavailable(
+                    f"{self.name} is durable, and the mirror does not answer; the upload is retried"
+                )
         return self._future.result()
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:

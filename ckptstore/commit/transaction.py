@@ -26,6 +26,7 @@ from ckptstore.core.ids import (
     CommitId,
     PackId,
     SessionId,
+    StoreId,
     digest,
     document_key,
     parse_pack_id,
@@ -171,9 +172,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A writer's report to the publisher: its durable packs, the packs that it reuses, and how many
-    chunks it hashed and wrote."""
+    """A writer's report to the publisher: the store that it has written to, its durable packs, the
+    packs that it reuses, and how many chunks it hashed and wrote."""
 
+    store: StoreId
     packs: tuple[PackRecord, ...]
     reused: frozenset[int]
     chunks: int
@@ -182,18 +184,19 @@ class Receipt:
     def encode(self) -> list[Any]:
         """The receipt as lists and numbers."""
         packs = [[pack.id, pack.bytes, pack.chunks] for pack in self.packs]
-        return [packs, sorted(self.reused), self.chunks, self.new_chunks]
+        return [self.store, packs, sorted(self.reused), self.chunks, self.new_chunks]
 
     @classmethod
     def decode(cls, said: Any) -> Self:
         """The inverse of `encode`; raises `Corrupt`."""
         try:
-            packs, reused, chunks, new_chunks = said
+            store, packs, reused, chunks, new_chunks = said
             records = tuple(
                 PackRecord(parse_pack_id(name), int(nbytes), int(count), metadata=False)
                 for name, nbytes, count in packs
             )
-            return cls(records, frozenset(map(int, reused)), int(chunks), int(new_chunks))
+            reuses = frozenset(map(int, reused))
+            return cls(StoreId(str(store)), records, reuses, int(chunks), int(new_chunks))
         except (TypeError, ValueError) as error:
             raise Corrupt(
                 f"a rank's receipt is damaged: {error!r}; do all ranks run one version of "
@@ -349,6 +352,7 @@ class Transaction:
         """This writer's receipt, once its packs are durable."""
         self.packs.wait()
         return Receipt(
+            self._to.config.store,
             tuple(pack.record for pack in self.packs.closed),
             frozenset(self.look().reused),
             self._chunks,
@@ -475,7 +479,16 @@ class Transaction:
 
     def _records(self, receipts: Sequence[Receipt]) -> list[PackRecord]:
         """The packs of all writers. Raises `InvalidInput` for two packs of one name: two writers
-        had one rank."""
+        had one rank; and for a writer that has another store, where this one's log cannot find its
+        packs."""
+        here = self._to.config.store
+        for writer, receipt in enumerate(receipts):
+            if receipt.store != here:
+                raise InvalidInput(
+                    f"rank {writer} has written to store {receipt.store}, rank 0 to {here}: a path "
+                    "on each host's own disk is another store on each host; open one that all "
+                    "ranks reach, a shared directory or a bucket"
+                )
         own = [pack.record for pack in self.packs.closed]
         told = [pack for each in receipts for pack in each.packs]
         records = own + [pack for pack in told if pack not in own]

@@ -21,13 +21,14 @@ Verify: TypeAlias = Literal["checksum", "id"]
 
 class Milestone(StrEnum):
     """The stages of a commit, in order: the caller continues; the state is copied; its chunks have
-    ids; its packs are closed; the commit exists."""
+    ids; its packs are closed; the commit exists; the mirror has it, or a newer one."""
 
     HELD = "held"
     STAGED = "staged"
     HASHED = "hashed"
     WRITTEN = "written"
     DURABLE = "durable"
+    MIRRORED = "mirrored"
 
 
 @dataclass(frozen=True, slots=True)

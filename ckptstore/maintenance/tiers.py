@@ -3,20 +3,24 @@
 The difference between the two logs tells what to upload, so a crash loses nothing and nothing is
 sent twice. While the mirror is unavailable, commits continue and the upload is retried. Chunks that
 the disk lost are read from the mirror and repaired from it.
+
+Of the ranks of one host, which share the store, the one that leads a commit uploads it. Every rank
+reads from the mirror.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ckptstore.core.forks import Condition, survives_forks
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, digest
 from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, NotFound, Unavailable
-from ckptstore.log.resolve import Resolved, newest_first
-from ckptstore.log.state import State
+from ckptstore.log.resolve import Resolved, newest_first, resolved
+from ckptstore.log.state import CommitRow, State, by_age
 from ckptstore.maintenance.check import Share
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.forget import forget_commits, plan_retention
@@ -36,10 +40,58 @@ logger = logging.getLogger("ckptstore")
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 300.0
+LOOK_S = 0.5
+"""Pause between two looks at what another rank uploads."""
 THREADS = 2
 """Uploads must not take processor time from training."""
 
 T = TypeVar("T")
+
+Arrived: TypeAlias = Callable[[], object]
+"""Called when a commit has arrived in the mirror."""
+
+
+def due_commits(
+    here: State, there: State, every_steps: int, *, newest: bool = False
+) -> frozenset[CommitId]:
+    """The commits of the log `here` to have in the mirror, whose log is `there`. Pure.
+
+    Of each run these are what it has, and the first commit after each multiple of `every_steps`;
+    commits without a step or with a tag, and the newest if asked for. It does not matter which of
+    the others are still here.
+    """
+    if every_steps == 1:
+        return all_commits(here)
+    always = {*there.commits, *there.replaced, *here.tags.values()}
+    always |= {heads[-1] for heads in here.runs.values() if newest and heads}
+    due = set[CommitId]()
+    last = {run: there.commits[heads[-1]] for run, heads in there.runs.items() if heads}
+    for commit, row in reversed(by_age(here, None)):
+        before = last.get(row.run)
+        later = before is None or row.time_ns > before.time_ns
+        begins = before is None or _window(row, every_steps) != _window(before, every_steps)
+        if commit in always or (later and begins):
+            due.add(commit)
+            last[row.run] = row if later or before is None else before
+    return frozenset(due)
+
+
+def _window(row: CommitRow, steps: int) -> object:
+    """What two commits share if no multiple of `steps` lies between them; a commit without a step
+    shares it with none."""
+    return object() if row.step is None else row.step // steps
+
+
+def is_covered(commit: CommitId, here: State, there: State) -> bool:
+    """Whether `there` has `commit` of `here`, or a newer one of its run. Pure."""
+    row = here.commits.get(commit)
+    if row is None:
+        return True  # forgotten here, after a newer one had arrived
+    return any(
+        each in there.commits or each in there.replaced
+        for each, other in by_age(here, row.run)
+        if other.age >= row.age
+    )
 
 
 class Tier:
@@ -52,16 +104,20 @@ class Tier:
         place: str,
         *,
         keep: Sequence[Policy] = (),
+        every_steps: int = 1,
+        leads: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         index: str | None = None,
     ) -> None:
         """`own` is the store, opened for uploading alone, and closed with this.
 
         Uploaded commits that no policy of `keep` keeps are forgotten here and collected; without
-        policies none are. `storage_options` and `index` are the mirror's.
+        policies none are. Of each run, the first commit after each multiple of `every_steps` is
+        uploaded. The process that `leads` uploads what it finds, others what they commit alone.
+        `storage_options` and `index` are the mirror's.
         """
         self.place = place
-        self._keep = tuple(keep)
+        self._keep, self._every_steps = tuple(keep), every_steps
         self._own = own
         self._storage_options, self._index = storage_options, index
         self._threads = ThreadPool(THREADS)
@@ -70,8 +126,9 @@ class Tier:
         self._remote: tuple[StoreHandle, ExitStack] | None = None
         self._thread: threading.Thread | None = None
         survives_forks(self)
+        self._sends = leads
         # Commits made before this process are uploaded too.
-        self._wanted = 1
+        self._wanted = int(leads)
         self._thread = thread = threading.Thread(
             target=self._run, name="ckptstore-tier", daemon=True
         )
@@ -86,22 +143,49 @@ class Tier:
         self._changed, self._remote_lock = Condition(), threading.Lock()
         self._thread = None
         self._wanted = self._done = 0
-        self._failed = False
+        self._failed = self._newest = False
+        self._watched: list[tuple[CommitId, Arrived]] = []
 
     def wake(self) -> None:
         """Signal that something was committed or tagged here."""
         with self._changed:
+            self._sends = True
             self._wanted += 1
             self._changed.notify_all()
 
+    def watch(self, commit: CommitId, arrived: "Arrived") -> None:
+        """Call `arrived` once the mirror has `commit`, or a newer one of its run. It is forgotten
+        if this process sends neither."""
+        with self._changed:
+            self._watched.append((commit, arrived))
+        self.wake()
+
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all earlier commits have arrived; False after `timeout_s`, or if the mirror
-        is unavailable, or closed before they had, or if this is a forked child that has committed
-        something."""
+        """Wait until all earlier commits have arrived, or with `every_steps` the newest.
+
+        Returns False after `timeout_s`, or if the mirror is unavailable, or closed before they had,
+        or if this is a forked child that has committed something.
+
+        Where another rank uploads, this waits until it has: let that rank call this, too.
+        """
         with self._changed:
             wanted = self._wanted
             if self._thread is None:
                 return not wanted
+        since = time.monotonic()
+        if wanted and not self._flush_own(timeout_s):
+            return False
+        if self._sends:
+            return True
+        left_s = None if timeout_s is None else since + timeout_s - time.monotonic()
+        return self._await_others(left_s)
+
+    def _flush_own(self, timeout_s: float | None) -> bool:
+        with self._changed:
+            wanted = self._wanted
+            if self._every_steps > 1:
+                self._wanted = wanted = wanted + 1
+                self._newest = True
             self._failed = False
             self._changed.notify_all()
             self._changed.wait_for(
@@ -118,7 +202,7 @@ class Tier:
         """Upload what can be uploaded. If the mirror is unavailable, the next process that opens
         the store continues."""
         try:
-            if not self.flush():
+            if self._wanted and not self.flush():
                 logger.warning(
                     "not everything in %s has reached %s; it is sent when the store is opened "
                     "again",
@@ -135,6 +219,21 @@ class Tier:
             self._own.close()
             if self._remote:
                 self._remote[1].close()
+
+    def _await_others(self, timeout_s: float | None) -> bool:
+        """Look into the mirror until it has the newest commit of each run, or a newer one."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            there = self._ask(lambda remote: remote.log.replay(refresh=True))
+            if there is None:
+                return False
+            here = self._own.log.replay(refresh=True)
+            if all(is_covered(heads[-1], here, there) for heads in here.runs.values() if heads):
+                return True
+            left_s = LOOK_S if until is None else min(LOOK_S, until - time.monotonic())
+            with self._changed:
+                if left_s <= 0 or self._changed.wait_for(lambda: self._closing, left_s):
+                    return False
 
     # -- reading --
 
@@ -155,10 +254,14 @@ class Tier:
 
     def newest_first(self, run: str, here: State) -> list[tuple[Reader | None, Resolved]]:
         """The commits of `run` here (without a reader) and in the mirror, newest first; the
-        local one first if both have it."""
+        local one first if both have it.
+
+        Raises `Unavailable` if there are none here and the mirror does not answer: a training
+        would begin anew, and pass for the newest.
+        """
         rows: list[tuple[int, int, Reader | None, Resolved]] = []
         rows += [(here.commits[info.id].time_ns, 1, None, info) for info in newest_first(here, run)]
-        there = self._ask(lambda remote: remote.log.replay())
+        there = self._ask(lambda remote: remote.log.replay(), alone=not rows)
         if there is not None:
             known = {info.id: time_ns for time_ns, _, _, info in rows}
             reader = self._reader()
@@ -171,11 +274,23 @@ class Tier:
             for _, _, reader, info in sorted(rows, key=lambda row: row[:2], reverse=True)
         ]
 
-    def _ask(self, question: Callable[[StoreHandle], T | None]) -> T | None:
-        """The mirror's answer, or None (with a warning) if it is unavailable."""
+    def named(self, commit: CommitId) -> tuple[Reader, Resolved]:
+        """A commit of the mirror, by its id, and its reader. Raises `NotFound`, and `Unavailable`
+        if the mirror does not answer."""
+        remote = self._opened()
+        return self._reader(), resolved(remote.log.replay(refresh=True), commit)
+
+    def _ask(self, question: Callable[[StoreHandle], T | None], *, alone: bool = False) -> T | None:
+        """The mirror's answer, or None (with a warning) if it is unavailable; raises that if the
+        mirror is asked `alone`."""
         try:
             return question(self._opened())
         except Unavailable as error:
+            if alone:
+                raise Unavailable(
+                    f"{self._own.url} has no commits of this run, and its mirror {self.place} does "
+                    f"not answer: {error}; to begin anew without it, open without mirror="
+                ) from error
             logger.warning("the mirror %s does not answer: %s", self.place, error)
             return None
 
@@ -235,22 +350,23 @@ class Tier:
                 self._changed.wait_for(self._has_work, pause_s if self._failed else None)
                 if self._closing:
                     return
-                wanted = self._wanted
+                wanted, newest = self._wanted, self._newest
+                self._newest = False
             if self._done >= wanted:
                 continue
-            failed = not self._try()
+            failed = not self._try(newest)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if failed else FIRST_PAUSE_S
             with self._changed:
                 self._done = self._done if failed else wanted
-                self._failed = failed
+                self._failed, self._newest = failed, self._newest or (failed and newest)
                 self._changed.notify_all()
 
     def _has_work(self) -> bool:
         return self._closing or (self._done < self._wanted and not self._failed)
 
-    def _try(self) -> bool:
+    def _try(self, newest: bool) -> bool:
         try:
-            self._send()
+            self._send(newest)
         except (CkptStoreError, OSError) as error:
             logger.warning(
                 "%s was not updated; commits continue and the upload is retried: %s",
@@ -260,20 +376,31 @@ class Tier:
             return False
         return True
 
-    def _send(self) -> None:
+    def _send(self, newest: bool) -> None:
+        state = self._own.log.replay()
+        if self._remote:  # before it is asked: what is not to be sent need not wait for it
+            self._drop_passed(due_commits(state, self._remote[0].log.state, self._every_steps))
         remote = self._opened()
-        done = mirror(
-            self._own,
-            remote,
-            all_commits(self._own.log.replay()),
-            MirrorOptions(force=True),
-            self._threads,
-        )
+        due = due_commits(state, remote.log.replay(), self._every_steps, newest=newest)
+        done = mirror(self._own, remote, due, MirrorOptions(force=True), self._threads)
+        self._tell(remote.log.state)
         self._damaged = self._damaged or bool(done.damaged)
         if self._damaged:
             self._heal(remote)
         if self._keep:
             self._trim(remote.log.replay(), done)
+
+    def _tell(self, arrived: State) -> None:
+        """Tell those who wait for commits that have arrived."""
+        state = self._own.log.state
+        with self._changed:
+            watched, self._watched = self._watched, []
+        for commit, tell in watched:
+            if is_covered(commit, state, arrived):
+                tell()
+            else:
+                with self._changed:
+                    self._watched.append((commit, tell))
 
     def _heal(self, remote: StoreHandle) -> None:
         """Repair the damage found here. New damage, and damage that could not be repaired, is
@@ -284,6 +411,18 @@ class Tier:
         except BaseException:
             self._damaged = True
             raise
+
+    def _drop_passed(self, due: Collection[CommitId]) -> None:
+        """Forget commits that no policy keeps and that are not to be sent. The two newest of each
+        run stay in any case."""
+        if self._every_steps == 1 or not self._keep:
+            return
+        reader = Reader(self._own.config, self._own.objects, self._threads)
+        plan = plan_retention(self._own, self._own.log.replay(), self._keep, reader)
+        if gone := [each.commit for each in plan.forgotten if each.commit not in due]:
+            forget_commits(self._own, gone, reason=f"not for {self.place}")
+            collect(self._own, GcOptions(at_once=frozenset(gone)))
+            self._own.follow()
 
     def _trim(self, arrived: State, done: Mirrored) -> None:
         """Forget or thin commits here that no policy keeps whole and the mirror has."""

@@ -144,6 +144,22 @@ def test_a_new_disk_resumes_from_the_mirror_and_goes_on(place: Path) -> None:
     assert set(in_mirror()) == {0, 1, 2, 3}
 
 
+def test_a_new_disk_begins_nothing_anew_while_the_mirror_is_away(
+    place: Path, away: Callable[[bool], None]
+) -> None:
+    with opened(place) as store:
+        store.commit(state(0), step=0)
+    rmtree(place)
+    away(True)
+    with opened(place) as store:
+        for look in (lambda: store.resume(state(9)), store.checkout):
+            with pytest.raises(Unavailable, match="begin anew"):
+                look()
+        away(False)
+        resumed = store.resume(state(9))
+        assert resumed is not None and resumed.step == 0
+
+
 def test_the_newest_of_both_is_resumed(place: Path, tmp_path: Path) -> None:
     """A job that moved to another host, went on there, and came back."""
     with opened(place) as store:
