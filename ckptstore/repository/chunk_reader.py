@@ -342,7 +342,9 @@ def _read_coded(
     with scratch.lend(run.stored_bytes if aside else 0) as lent:
         whole = lent if aside else _fresh(run.stored_bytes)
         storage.read_into(key, run.offset, [whole])
-        for some in cut(run.reads, PackRead.raw_bytes, RUN_BYTES):
+        # A base takes no more than its chunk's raw bytes, so the bases of some take no more than
+        # the run.
+        for some in cut(run.reads, PackRead.raw_bytes, min(run.stored_bytes, RUN_BYTES)):
             rows = [
                 (read, whole[read.entry.offset - run.offset :][: read.entry.stored_bytes])
                 for read in some

@@ -76,7 +76,7 @@ class PatchMemory:
 @dataclass(frozen=True, slots=True)
 class ReadRoom:
     """Each of `threads` reads up to `read_bytes` of encoded chunks, as much again of the bases of
-    differences among them, and decodes one chunk.
+    differences among them, and decodes one chunk and its base.
     `aside_bytes` of chunks wait in buffers to be copied.
 
     When ranks send each other chunks, at most `shared_bytes` are in flight to and from a rank, and
@@ -115,15 +115,16 @@ class RankRoom:
 def read_room(budget_bytes: int | None, chunk_bytes: int, threads: int) -> ReadRoom:
     """How to read within `budget_bytes` from a store of this chunk size. Raises `InvalidInput`,
     naming the least that works."""
-    most = threads * (2 * max(RUN_BYTES, chunk_bytes) + chunk_bytes) + max(ASIDE_BYTES, chunk_bytes)
+    longest, decoded = max(RUN_BYTES, chunk_bytes), 2 * chunk_bytes
+    most = threads * (2 * longest + decoded) + max(ASIDE_BYTES, chunk_bytes)
     budget = _budget(budget_bytes, 3 * chunk_bytes, most)
-    threads = _within(1, budget // (4 * chunk_bytes), threads)
-    read_bytes = _within(
-        chunk_bytes, budget // threads // 2 - chunk_bytes, max(RUN_BYTES, chunk_bytes)
-    )
+    threads = _within(1, budget // (5 * chunk_bytes), threads)
+    most_read = max((budget // threads - decoded) // 2, 1)
+    # A power of two, as the memory that threads take.
+    read_bytes = _within(chunk_bytes, 1 << (most_read.bit_length() - 1), longest)
     aside_bytes = _within(
         chunk_bytes,
-        budget - threads * (2 * read_bytes + chunk_bytes),
+        budget - threads * (2 * read_bytes + decoded),
         max(ASIDE_BYTES, chunk_bytes),
     )
     shared_bytes = SHARED_BYTES if budget_bytes is None and budget == most else aside_bytes // 2

@@ -15,7 +15,8 @@ import ckptstore
 from ckptstore.repository.thread_pool import ThreadPool
 
 PACKAGE = str(Path(ckptstore.__file__).parent)
-MOST = 12
+MOST = 13
+"""One of them, `_Others.run`, is on a thread alone: it says when a work has ended."""
 FLOATS = 8 << 20
 """Enough for every thread of the store to write some of it."""
 
