@@ -19,7 +19,7 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 from ckptstore.core.forks import (
@@ -226,6 +226,22 @@ def behind(work: Callable[[], object], name: str) -> threading.Thread | None:
     return thread
 
 
+class Outcome(Protocol):
+    """Is told what becomes of work that was given to a `Pool`, as a `Future` is."""
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """The work begins now; False if it shall not."""
+
+    def set_result(self, result: Any, /) -> None:
+        """The work has ended."""
+
+    def set_exception(self, error: BaseException, /) -> None:
+        """The work has failed."""
+
+    def cancel(self) -> bool:
+        """The work will not begin."""
+
+
 class Pool(Executor):
     """Up to `count` daemon threads, started on demand. If no thread can be started, `submit`
     runs the work itself. Each thread first calls `begin`.
@@ -238,7 +254,7 @@ class Pool(Executor):
         self, count: int, *, name: str = "ckptstore", begin: Callable[[], object] | None = None
     ) -> None:
         self._count, self._name, self._begin = count, name, begin
-        self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._queue: deque[tuple[Outcome, Callable[[], Any]]] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
@@ -246,16 +262,19 @@ class Pool(Executor):
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **options: P.kwargs) -> "Future[T]":
         future: Future[T] = new_future()
-        item = future, partial(work, *args, **options)
+        self.put(future, partial(work, *args, **options))
+        return future
+
+    def put(self, outcome: Outcome, work: Callable[[], object]) -> None:
+        """As `submit`, with an outcome of the caller's."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("work was submitted to threads that have ended")
-            self._queue.append(item)
+            self._queue.append((outcome, work))
             if self._idle >= len(self._queue) or self._more() or self._threads:
                 self._changed.notify()
-                return future
+                return
         self._work(alone=True)
-        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after the submitted work, or only after the work already begun. With
@@ -263,8 +282,8 @@ class Pool(Executor):
         with self._changed:
             self._closed = True
             if cancel_futures:
-                for future, _ in self._queue:
-                    future.cancel()
+                for outcome, _ in self._queue:
+                    outcome.cancel()
             self._changed.notify_all()
         if wait:
             for thread in self._threads:
@@ -289,15 +308,15 @@ class Pool(Executor):
         if self._begin and not alone:
             self._begin()
         while item := self._next(wait=not alone):
-            future, work = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:
-                    future.set_exception(error)
-            del item, future, work  # these must not live until the next item comes
+            outcome, work = item
+            try:
+                if outcome.set_running_or_notify_cancel():
+                    outcome.set_result(work())
+            except BaseException as error:
+                outcome.set_exception(error)
+            del item, outcome, work  # these must not live until the next item comes
 
-    def _next(self, *, wait: bool) -> tuple[Future[Any], Callable[[], Any]] | None:
+    def _next(self, *, wait: bool) -> tuple[Outcome, Callable[[], Any]] | None:
         with self._changed:
             if wait:
                 self._idle += 1

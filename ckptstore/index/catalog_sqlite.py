@@ -74,9 +74,8 @@ class _Calls:
                 self._inside.add(me)
             yield
         finally:
-            self._inside.discard(
-                me
-            )  # in C: an interrupt may end anything that is written in Python
+            # In C: an interrupt may end anything that is written in Python.
+            self._inside.discard(me)
             with self._changed:
                 self._changed.notify_all()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptstore.core.forks import Condition, survives_forks
 from ckptstore.core.process import Pool
@@ -140,11 +140,11 @@ class ThreadPool:
         if len(works) == 1:
             works[0]()
             return
-        pool, others = self._alive(), _Others(works[:-1], stop)
+        pool, others = self._alive(), _Others(len(works) - 1, stop)
         interrupts = 0
         try:
             for number in range(len(works) - 1):
-                pool.submit(others.run, number)
+                pool.put(_Other(others, number), works[number])
             works[-1]()
             others.wait()
         except BaseException:
@@ -176,35 +176,19 @@ class ThreadPool:
 
 
 class _Others:
-    """Works for the threads of a pool, while the caller has one of its own."""
+    """Works on the threads of a pool, while the caller has one of its own."""
 
-    def __init__(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
-        self._works, self._stop = works, stop
-        self._left, self._begun = set(range(len(works))), set[int]()
-        self._failed: dict[int, BaseException] = {}
-        self._changed = Condition()
+    def __init__(self, count: int, stop: Callable[[], None]) -> None:
+        self.stop = stop
+        self.left, self.begun = set(range(count)), set[int]()
+        self.failed: dict[int, BaseException] = {}
+        self.changed = Condition()
         self.have_ended = False
-
-    def run(self, number: int) -> None:
-        """Run a work, unless it is not to begin any more."""
-        try:
-            with self._changed:
-                if number not in self._left:
-                    return
-                self._begun.add(number)
-            self._works[number]()
-        except BaseException as error:
-            self._failed[number] = error
-            self._stop()
-        finally:
-            with self._changed:
-                self._left.discard(number)
-                self._changed.notify_all()
 
     def wait(self) -> None:
         """Wait until all works have ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left)
+        with self.changed:
+            self.changed.wait_for(lambda: not self.left)
 
     def end(self, interrupts: int) -> None:
         """Let no more works begin, and wait until those that have begun have ended, after so many
@@ -214,21 +198,51 @@ class _Others:
                 "waiting for copies, reads or writes that are under way, since their memory is "
                 "used again; Ctrl-\\ ends this process at once"
             )
-        self._stop()
-        with self._changed:
-            self._left &= self._begun
+        self.stop()
+        with self.changed:
+            self.left &= self.begun
         self.wait()
         self.have_ended = True
 
     def raise_failure(self) -> None:
         """Raise what the first of the works that failed raised."""
-        if self._failed:
-            failure = self._failed[min(self._failed)]
-            self._failed.clear()
+        if self.failed:
+            failure = self.failed[min(self.failed)]
+            self.failed.clear()
             try:
                 raise failure
             finally:
                 del failure  # whose traceback has this frame
+
+
+class _Other(NamedTuple):
+    """One of the works: a pool says what becomes of it, as of a future."""
+
+    others: _Others
+    number: int
+
+    def set_running_or_notify_cancel(self) -> bool:
+        others, number = self
+        with others.changed:
+            if number in others.left:
+                others.begun.add(number)
+            return number in others.left
+
+    def set_result(self, _: object, /) -> None:
+        with self.others.changed:
+            self.others.left.discard(self.number)
+            self.others.changed.notify_all()
+
+    def set_exception(self, error: BaseException, /) -> None:
+        self.others.failed[self.number] = error
+        try:
+            self.others.stop()
+        finally:
+            self.set_result(None)
+
+    def cancel(self) -> bool:
+        self.set_result(None)
+        return True
 
 
 def step_aside(process: int | None = None) -> None:

@@ -15,8 +15,7 @@ import ckptstore
 from ckptstore.repository.thread_pool import ThreadPool
 
 PACKAGE = str(Path(ckptstore.__file__).parent)
-MOST = 13
-"""One of them, `_Others.run`, is on a thread alone: it says when a work has ended."""
+MOST = 12
 FLOATS = 8 << 20
 """Enough for every thread of the store to write some of it."""
 

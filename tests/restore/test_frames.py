@@ -14,7 +14,7 @@ import torch
 
 import ckptstore
 
-FRAMES_MAX = 11
+FRAMES_MAX = 10
 PACKAGE = str(Path(ckptstore.__file__).parent)
 
 
@@ -54,7 +54,7 @@ def stacks_of_reads(*, on_threads: bool) -> Iterator[list[list[str]]]:
 
 
 @pytest.mark.parametrize("megabytes", [1, 24], ids=["alone", "on threads"])
-def test_a_restore_reaches_the_disk_in_eleven_frames(tmp_path: Path, megabytes: int) -> None:
+def test_a_restore_reaches_the_disk_in_ten_frames(tmp_path: Path, megabytes: int) -> None:
     state = {f"t{i}": torch.rand(1 << 18) for i in range(megabytes)}
     with ckptstore.open(tmp_path / "store", threads=2) as store:
         store.commit({"m": state})
