@@ -15,7 +15,7 @@ class CheckedPack:
     def __init__(self, pack: OpenPack, scratch: Scratch) -> None:
         self._pack, self._scratch = pack, scratch
         self._bases: dict[int, memoryview] = {}
-        """What may be a base, decoded, by its offset."""
+        """The bases of its differences, decoded, by their offsets."""
 
     @property
     def offset(self) -> int:
@@ -25,17 +25,19 @@ class CheckedPack:
     def entries(self) -> list[PackEntry]:
         return self._pack.entries
 
-    def put(self, entry: PackEntry, stored: memoryview | bytes) -> int:
-        """Queue a chunk, and return the number of its record. Raises `Corrupt`."""
-        if entry.base == NO_BASE:
-            raw = self._bases[entry.offset] = memoryview(bytearray(entry.raw_bytes))
-            codecs.decode_into(entry.codec, stored, raw, entry.width)
-            self._compare(entry, raw)
-        else:
-            base = self._bases[codecs.base_of(stored).offset]
-            with self._scratch.lend(entry.raw_bytes) as raw:
+    def put(self, entry: PackEntry, stored: memoryview | bytes, *, is_base: bool) -> int:
+        """Queue a chunk, and return the number of its record; differences may be made of it if it
+        `is_base`. Raises `Corrupt`."""
+        with self._scratch.lend(0 if is_base else entry.raw_bytes) as lent:
+            raw = memoryview(bytearray(entry.raw_bytes)) if is_base else lent
+            if entry.base == NO_BASE:
+                codecs.decode_into(entry.codec, stored, raw, entry.width)
+            else:
+                base = self._bases[codecs.base_of(stored).offset]
                 codecs.decode_delta(stored, base, raw, entry.width)
-                self._compare(entry, raw)
+            self._compare(entry, raw)
+        if is_base:
+            self._bases[entry.offset] = raw
         return self._pack.put(entry, stored)
 
     def _compare(self, entry: PackEntry, raw: memoryview) -> None:

@@ -210,10 +210,12 @@ class StripCoder:
         codec, sampled = best
         if codec == codecs.SPLIT_ZSTD:
             stored = codecs.encode_planes(raw, chunk.width, sampled)
-            return self._append(chunk, raw, codec, stored) if _worth(chunk, len(stored)) else None
+            if not _worth(chunk, len(stored)):
+                return None
+            return self._append(chunk, raw, codec, stored, is_base=chunk.id == base.chunk.id)
         if base.record is None:
             used, whole = codecs.encode(codecs.SPLIT_ZSTD, base.raw, chunk.width)
-            base.record = self._append(base.chunk, base.raw, used, whole)
+            base.record = self._append(base.chunk, base.raw, used, whole, is_base=True)
         entry = self._pack.entries[base.record]
         at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
         stored = codecs.encode_delta(raw, base.raw, at, chunk.width, sampled)
@@ -226,13 +228,15 @@ class StripCoder:
         codec: int,
         stored: memoryview | bytes,
         base: int = NO_BASE,
+        *,
+        is_base: bool = False,
     ) -> int:
         offset, nbytes = self._pack.offset, len(stored)
         entry = PackEntry(
             chunk.id, checksum(raw), offset, nbytes, len(raw), codec, chunk.width, TENSOR, base
         )
         self._coded.add(chunk, nbytes, delta=base != NO_BASE)
-        return self._pack.put(entry, stored)
+        return self._pack.put(entry, stored, is_base=is_base)
 
     def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[_Raw]]:
         """Raw bytes of those chunks that can be read, for the duration of a block."""
