@@ -1,7 +1,7 @@
 """Read leaves of commits, or parts of them, into memory."""
 
 from ckptstore.contents import CommitContents, Leaf, contents_at, leaf_of
-from ckptstore.repository.chunk_reader import FileRange, coalesce
+from ckptstore.repository.chunk_reader import FileRange, coalesce, cut
 from ckptstore.restore.diff import MARKS, Difference, LeafAt, LeafChange, compare
 from ckptstore.restore.read_plan import ChunkTarget, select
 from ckptstore.restore.reader import (

@@ -28,7 +28,7 @@ from ckptstore.core.config import MIB
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.formats import export
 from ckptstore.plugins.engine import consolidated
-from ckptstore.plugins.engine.consolidated import cut
+from ckptstore.plugins.engine.consolidated import boxes_of
 from ckptstore.plugins.engine.work import Place
 from ckptstore.plugins.engine.writing import Part, write_part
 from tests.cli.running import call
@@ -150,7 +150,7 @@ def test_boxes_are_a_tensor_one_behind_the_other(
     shape: tuple[int, ...], width: int, limit_bytes: int
 ) -> None:
     whole = np.arange(prod(shape)).reshape(shape)
-    boxes = list(cut(shape, width, limit_bytes))
+    boxes = list(boxes_of(shape, width, limit_bytes))
     parts = [whole[box.slices] for box in boxes]
     assert np.array_equal(np.concatenate([part.ravel() for part in parts]), whole.ravel())
     assert all(part.size * width <= limit_bytes or part.size <= 1 for part in parts)

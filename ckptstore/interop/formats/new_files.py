@@ -17,14 +17,9 @@ from ckptstore.plugins.adopt.commit_files import tensor_name
 from ckptstore.plugins.parsers.safetensors_header import Header, encode_header
 
 Format: TypeAlias = Literal["files", "safetensors", "torch", "dcp"]
-
-
 FORMATS: tuple[Format, ...] = ("files", "safetensors", "torch", "dcp")
 
-
 Selects: TypeAlias = tuple[str, ...]
-
-
 EVERYTHING = "*"
 
 

@@ -30,7 +30,7 @@ from ckptstore.interop.formats.new_files import (
 )
 from ckptstore.plugin.handles import Resolved, StoreHandle
 from ckptstore.plugin.model import MIB, Box, CommitInfo, Shape, width_of
-from ckptstore.plugin.reading import Reader, contents_at
+from ckptstore.plugin.reading import Reader, contents_at, cut
 from ckptstore.plugin.upkeep import Counter, Progress, silent
 from ckptstore.plugin.work import ThreadPool, each_done
 from ckptstore.plugins.adopt.adopting import SUFFIX
@@ -127,13 +127,13 @@ def pieces_of(file: NewFile, limit_bytes: int) -> Iterator[Piece]:
         tree, leaf = file.tensors[entry.name]
         shape, width = tree.schema.shapes[leaf], width_of(tree.schema.dtypes[leaf])
         at = len(file.header.raw) + entry.start
-        for box in cut(shape, width, limit_bytes) if entry.stop > entry.start else ():
+        for box in boxes_of(shape, width, limit_bytes) if entry.stop > entry.start else ():
             nbytes = prod(box.lengths) * width
             yield Piece(tree.schema.paths[leaf], box, at, nbytes)
             at += nbytes
 
 
-def cut(shape: Shape, width: int, limit_bytes: int) -> Iterator[Box]:
+def boxes_of(shape: Shape, width: int, limit_bytes: int) -> Iterator[Box]:
     """Boxes of at most `limit_bytes`, or of one element, that are a tensor one behind the other in
     its row-major memory. Pure."""
     whole = Box((0,) * len(shape), shape)
@@ -145,7 +145,7 @@ def cut(shape: Shape, width: int, limit_bytes: int) -> Iterator[Box]:
     step = max(1, limit_bytes // row_bytes)
     for first in range(0, shape[axis], step):
         lengths = (*shape[:axis], min(step, shape[axis] - first), *shape[axis + 1 :])
-        for box in cut(lengths, width, limit_bytes):
+        for box in boxes_of(lengths, width, limit_bytes):
             offsets = list(box.offsets)
             offsets[axis] += first
             yield Box(tuple(offsets), box.lengths)
@@ -166,12 +166,5 @@ def _made(where: Path, file: NewFile) -> Iterator[tuple[Piece, ...]]:
     with open(where, "xb", buffering=0) as new:
         new.write(file.header.raw)
         os.ftruncate(new.fileno(), len(file.header.raw) + file.header.data_bytes)
-    some, size = list[Piece](), 0
-    for piece in pieces_of(file, TASK_BYTES):
-        if some and size + piece.nbytes > TASK_BYTES:
-            yield tuple(some)
-            some, size = [], 0
-        some.append(piece)
-        size += piece.nbytes
-    if some:
+    for some in cut(list(pieces_of(file, TASK_BYTES)), lambda piece: piece.nbytes, TASK_BYTES):
         yield tuple(some)

@@ -91,6 +91,9 @@ class _RayFuture(Future[Any]):
     def _ended(self, task: "Future[Any]") -> None:
         if not self.set_running_or_notify_cancel():
             return
+        if task.cancelled():
+            self.set_exception(BrokenExecutor("Ray has given up a task"))
+            return
         error = task.exception()
         if error is None:
             self.set_result(task.result())
