@@ -18,8 +18,9 @@ from torch_checkpointing.schema import ItemSpec
 
 import ckptstore
 from ckptstore import Async
-from ckptstore.errors import Corrupt, InvalidInput, NoSpace
+from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NoSpace
 from ckptstore.plugins.torch_checkpointing import CheckpointManager, StoreStorageConfig
+from tests.support.faults import Faults
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
@@ -189,6 +190,32 @@ def test_a_save_that_failed_is_raised_once_and_its_name_is_free(
 
 
 _full = NoSpace("the disk is full")
+
+
+@pytest.mark.parametrize("error", [NoSpace("the disk is full"), Corrupt("look at it")], ids=repr)
+def test_a_save_goes_on_after_one_that_failed_where_that_passes(
+    config: StoreStorageConfig, monkeypatch: pytest.MonkeyPatch, error: CkptStoreError
+) -> None:
+    background = Async(on_error="warn", retry_s=0)
+    manager = CheckpointManager.Config(storage_config=config, background=background).build()
+    first = manager.save("/ck/step_1", state(1.0))
+    assert first is not None and first.result(timeout=600)
+    assert manager._store is not None
+    faults = Faults(manager._store, monkeypatch)
+    faults.error = error
+    failed = manager.save("/ck/step_2", state(2.0))
+    assert failed is not None
+    assert type(Future.exception(failed, timeout=600)) is type(error)  # past `seen`
+    faults.error = None
+    if isinstance(error, Corrupt):
+        with pytest.raises(Corrupt, match="look at it"):
+            manager.save("/ck/step_3", state(3.0))
+    else:
+        assert manager.save("/ck/step_3", state(3.0)) is not None
+    assert manager.save("/ck/step_4", state(4.0)) is not None
+    manager.close()
+    with ckptstore.open(config.store) as store:
+        assert [info.step for info in store.log()] == [4, 3, 1]
 
 
 def test_a_load_refuses_bits_that_turned(

@@ -109,7 +109,11 @@ class CheckpointManager(TheirManager):  # type: ignore[misc]  # it has no types
         """
         self._check_open("save")
         state = self._values(checkpoint)
-        self._settle()
+        background = self._config.background
+        if self._write is not None and background is not None and background.goes_on:
+            self._write.make_way(background.max_wait_s)
+        else:
+            self._settle()
         self._storage.check_new(Path(checkpoint_id))
         label = label_of(name_of(checkpoint_id))
         if self._store is None:
@@ -305,13 +309,27 @@ class _Write(Future[Any]):
         try:
             return super().result(timeout)
         finally:
-            self.seen = self.seen or self.done()
+            self._saw()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         try:
             return super().exception(timeout)
         finally:
-            self.seen = self.seen or self.done()
+            self._saw()
+
+    def _saw(self) -> None:
+        if self.done():
+            self.seen = self._pending.seen = True
+
+    def make_way(self, timeout_s: float) -> None:
+        """A newer save is to begin, which raises what the commit failed with, if that does not
+        pass. Raises the failure of what follows it, unless somebody has seen that."""
+        self._pending.supersede()
+        with suppress(TimeoutError):  # the newer one is skipped
+            error = super().exception(timeout_s)
+            if error is not None and self._pending.failure() is None and not self.seen:
+                self.seen = True
+                raise error
 
     def wait_copied(self) -> None:
         """Wait until writes to the tensors do not reach the checkpoint. A failure waits for who
@@ -321,12 +339,13 @@ class _Write(Future[Any]):
 
     def _end(self, pending: PendingCommit) -> None:
         try:
-            saved = pending.wait()
+            if (failure := pending.failure()) is not None:  # not seen by that
+                raise failure
             self._finalize()
         except BaseException as error:
             self.set_exception(error)
         else:
-            self.set_result(saved)
+            self.set_result(pending.wait())
 
 
 def _checked(config: CheckpointManager.Config) -> StoreStorageConfig:
