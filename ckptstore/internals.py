@@ -7,7 +7,7 @@ background, by one process or by many ranks.
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,8 @@ from ckptstore.commit.commit_metadata import (
     ParentTracker,
     Prepared,
     RunWatch,
+    asked_of,
+    commit_of,
 )
 from ckptstore.commit.outages import passes
 from ckptstore.commit.parts import PartsCommitter
@@ -181,12 +183,13 @@ class StoreInternals:
 
         Empty, with a warning, if those commits cannot be read.
         """
-        state = self.handle.log.state
-        last = (
-            *state.runs.get(self.run, ())[-1:],
-            *self.parent_tracker.parents(lambda: state.commits),
-        )
-        kept = {commit: state.commits[commit].session for commit in last if commit in state.commits}
+        state, tip = self.handle.log.state, self.parent_tracker.tip()
+        last = (*state.runs.get(self.run, ())[-1:], commit_of(tip), *asked_of(tip))
+        kept = {
+            commit: state.commits[commit].session
+            for commit in last
+            if commit and commit in state.commits
+        }
         commits, (known, found) = tuple(kept.items()), self._committed_chunks
         try:
             if commits != known:
@@ -265,7 +268,7 @@ class StoreInternals:
             self.handle.check_writable()
             label = metadata()
             if not label.parents:
-                label = replace(label, parents=self.parent_tracker.parents(self._made))
+                label = self.parent_tracker.following(label)
             with self._within():
                 found = flats()
             refuse_divided(found, label)
@@ -323,23 +326,30 @@ class StoreInternals:
 
     def commit_external(
         self,
-        publish: Callable[[CommitMetadata], Committed],
+        publish: Callable[[CommitMetadata, list[CommitId]], Committed],
         metadata: CommitMetadata,
         *,
         follow: bool = True,
     ) -> Snapshot:
-        """The commit that `publish` makes of parts written by another library's ranks.
+        """The commit that `publish` makes of parts written by another library's ranks. It adds what
+        it asks the log to take to the list that it gets.
 
         With `follow`, it follows this store's last commit, and the next one follows it.
         """
         self.check_not_within()
         self.async_commits.wait()
         with self._lock:
-            parents = self.parent_tracker.parents(self._made) if follow else metadata.parents
-            committed = publish(replace(metadata, parents=parents))
-            self.handle.follow()
-            if follow:
-                self.parent_tracker.now(committed.id)
+            asked: list[CommitId] = []
+            try:
+                label = self.parent_tracker.following(metadata) if follow else metadata
+                committed = publish(label, asked)
+                self.handle.follow()
+                if follow:
+                    self.parent_tracker.now(committed.id)
+            except BaseException:
+                if follow:
+                    self.parent_tracker.failed(asked)
+                raise
         return self.after_failure(self.committed(committed))
 
     def after_failure(self, snapshot: Snapshot) -> Snapshot:
@@ -399,19 +409,14 @@ class StoreInternals:
             return committed, made
 
         whole = peers is not None or elsewhere
-        made = tuple if behind else self._made  # one rank alone must not fail before a round
         pending = self.async_commits.start(
             app_state,
             metadata,
             options,
-            CommitRoute(flats, commit, peers, whole, elsewhere, made, goes_on),
+            CommitRoute(flats, commit, peers, whole, elsewhere, goes_on),
         )
         pending.flush_mirror = self.tier.flush if self.tier else None
         return pending
-
-    def _made(self) -> Container[CommitId]:
-        """The commits that the log has now."""
-        return self.handle.log.replay(refresh=True).commits
 
     def _why_not_writable(self) -> BaseException | None:
         """What `check_writable` raises. A place that is gone, as a mount may be, can come back."""

@@ -18,16 +18,15 @@ from typing import Any, Generic, Protocol, TypeVar
 from ckptstore.commit.commit_metadata import (
     CommitMetadata,
     CommitRequest,
-    Made,
     ParentTracker,
     Prepared,
     Tip,
     asked_of,
     commit_of,
-    parents_of,
+    following,
 )
 from ckptstore.commit.outages import Outages, passes
-from ckptstore.commit.pending import HELD_UP, Background, Pending, Watch
+from ckptstore.commit.pending import Background, Pending, Watch, WhyNot
 from ckptstore.commit.plan import ChunkRun, Flats
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.forks import cached_property, new_event, survives_forks
@@ -64,9 +63,9 @@ class Together(Protocol):
     def leads(self) -> bool:
         """Whether this rank speaks for all."""
 
-    def agree(self, begin: Callable[[], str]) -> str:
-        """Call `begin` on every rank and return all ranks' answers: why a rank cannot begin now, or
-        ""."""
+    def agree(self, begin: Callable[[], WhyNot | None]) -> WhyNot | None:
+        """Call `begin` on every rank and return all ranks' answers: why a rank cannot begin
+        now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,6 @@ class CommitRoute(Generic[S]):
     peers: Together | None
     whole: bool
     elsewhere: bool
-    made: Made
-    """Which commits the log has, to tell whether one was made although that is not known."""
     passes: Callable[[BaseException], bool] = passes
     """Whether training may go on after an error of `commit`."""
 
@@ -294,7 +291,7 @@ class AsyncCommits(Generic[S]):
             pending: Pending[S] = Pending(label.step, options.on_progress)
             taken, claim, before = ExitStack(), threading.Lock(), self._parent_tracker.tip()
 
-            def begin() -> str:
+            def begin() -> WhyNot | None:
                 busy = self._background.admit(wait=options.overlap == "wait", max_age_s=max_age_s)
                 if route.peers:  # before any of them is skipped, so that all ranks raise
                     self._raise_overdue(limit)
@@ -305,10 +302,10 @@ class AsyncCommits(Generic[S]):
                         "raised by the next commit, which did not begin: repeat it", newer=True
                     )
                 found = self._stage(pending, app_state, label, options, route, taken)
-                if isinstance(found, str):
+                if isinstance(found, WhyNot):
                     return found
                 begun.append(found)
-                return ""
+                return None
 
             try:
                 why_not = route.peers.agree(begin) if route.peers else begin()
@@ -354,18 +351,18 @@ class AsyncCommits(Generic[S]):
             watch.lazy.hold()
         if not watch.wait(options.max_wait_s if options.goes_on else None) and pending.cancel():
             held_up = Unavailable(
-                f"{pending.name}, of a state larger than the staging memory, {HELD_UP}"
+                f"{pending.name}, of a state larger than the staging memory, is held up"
             )
             self.outages.missed(pending.name, held_up, tell=True)
 
-    def _skip(self, pending: Pending[Any], why: str, limit: int | None) -> None:
+    def _skip(self, pending: Pending[Any], why: WhyNot, limit: int | None) -> None:
         """Do without a commit that did not begin: another one is in flight, or hangs. Raises if
         nothing was durable for too long."""
-        if HELD_UP not in why:
-            said = f"{pending.name} was skipped, as overlap='skip' says: {why}; nothing was changed"
-            pending.fail(Busy(said))
+        if not why.hangs:
+            said = f"{pending.name} was skipped, as overlap='skip' says: {why.text}"
+            pending.fail(Busy(f"{said}; nothing was changed"))
             return
-        error = Unavailable(f"{pending.name} was skipped: {why}")
+        error = Unavailable(f"{pending.name} was skipped: {why.text}")
         pending.passes = True
         self.outages.missed(pending.name, error, tell=True)
         pending.fail(error)
@@ -424,7 +421,7 @@ class AsyncCommits(Generic[S]):
         options: Async,
         route: CommitRoute[S],
         taken: ExitStack,
-    ) -> "_Begun | str":
+    ) -> "_Begun | WhyNot":
         """Copy the leaves that must be copied within the call, or return why this is impossible
         now."""
         flats = route.flatten()
@@ -467,7 +464,7 @@ class AsyncCommits(Generic[S]):
         arena = self.pool.take(plan.nbytes, wait=wait, timeout_s=timeout_s, into=arenas)
         if arena is None:
             why = f"{bytes_text(plan.nbytes)} of staging memory is not free"
-            return f"{why}, an earlier commit {HELD_UP}" if wait else why
+            return WhyNot(f"{why}, an earlier commit is held up" if wait else why, hangs=wait)
         arrivals = CopyProgress(plan.later)
         staged = stage(plan, flats, sources, arena, self._copiers.spread, arrivals)
         pending.state_bytes = sum(leaf_bytes)
@@ -533,8 +530,7 @@ class AsyncCommits(Generic[S]):
         pause_s, over = options.retry_s / 32, None
         while True:
             try:
-                label = replace(job.label, parents=parents_of(job.base, job.route.made))
-                return job.route.commit(job.request(label), pending)
+                return job.route.commit(job.request(following(job.base, job.label)), pending)
             except BaseException as error:
                 if not (tries and passes(error)):
                     raise

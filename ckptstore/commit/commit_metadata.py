@@ -2,9 +2,9 @@
 commits are its parents?"""
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import index
 from typing import Any, NamedTuple, TypeAlias
@@ -28,9 +28,6 @@ from ckptstore.state.staging_buffers import Buffer
 
 logger = logging.getLogger("ckptstore")
 
-Made: TypeAlias = Callable[[], Container[CommitId]]
-"""Which commits the log has now."""
-
 _STEPS = 2**53 + 1
 """Log entries hold steps below this number."""
 
@@ -38,8 +35,10 @@ _STEPS = 2**53 + 1
 @dataclass(frozen=True, slots=True)
 class CommitMetadata:
     """A commit's run, step and description. Without `parents`, its parent is the run's newest
-    commit. `cast` maps globs of leaves to the lower precision in which they are committed. Values
-    of leaves that match a glob in `unchecked` may become infinite, NaN or zero."""
+    commit. `unanswered` are commits on top of `parents`, oldest first, that the log was asked to
+    take: the last one that it took is the parent, and only the append can tell. `cast` maps globs
+    of leaves to the lower precision in which they are committed. Values of leaves that match a glob
+    in `unchecked` may become infinite, NaN or zero."""
 
     run: str
     step: int | None = None
@@ -50,6 +49,7 @@ class CommitMetadata:
     links: tuple[tuple[str, str], ...] = ()
     cast: tuple[tuple[str, str], ...] = ()
     unchecked: tuple[str, ...] = ()
+    unanswered: tuple[CommitId, ...] = ()
 
 
 class Prepared(NamedTuple):
@@ -284,9 +284,9 @@ class ParentTracker:
             if self._tip is pending:
                 self._tip = before
 
-    def parents(self, made: Made) -> tuple[CommitId, ...]:
-        """The parents of a commit made now. Nothing may be in flight."""
-        return parents_of(self.tip(), made)
+    def following(self, label: CommitMetadata) -> CommitMetadata:
+        """`label` for a commit made now. Nothing may be in flight."""
+        return following(self.tip(), label)
 
 
 def commit_of(tip: Tip) -> CommitId | None:
@@ -299,13 +299,10 @@ def asked_of(tip: Tip) -> Sequence[CommitId]:
     return tip.asked if isinstance(tip, Pending | Unanswered) else ()
 
 
-def parents_of(tip: Tip, made: Made) -> tuple[CommitId, ...]:
-    """The parents for a commit on top of `tip`, which must have ended; none means the run's newest
-    commit."""
-    asked = asked_of(tip)
-    there = made() if asked else ()
-    commit = next((each for each in reversed(asked) if each in there), commit_of(tip))
-    return (commit,) if commit else ()
+def following(tip: Tip, label: CommitMetadata) -> CommitMetadata:
+    """`label` for a commit on top of `tip`, which must have ended."""
+    commit = commit_of(tip)
+    return replace(label, parents=(commit,) if commit else (), unanswered=tuple(asked_of(tip)))
 
 
 class RunWatch:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from ckptstore.commit.plan import ChunkRun
@@ -317,8 +317,12 @@ class Pending(Generic[T]):
         return self._future.exception() if self.done() else None
 
 
-HELD_UP = "is held up"
-"""In the reason why a commit is skipped: storage hangs."""
+class WhyNot(NamedTuple):
+    """Why a commit cannot begin now. `hangs`: one before it is held up by storage."""
+
+    text: str
+    hangs: bool = False
+
 
 NOTICE_S = 4.0
 """Implicit waits are reported on stderr each time this many seconds have passed."""
@@ -355,8 +359,8 @@ class Background:
         while failed := self._take_failure():
             error.add_note(f"before, {failed.__notes__[0]}: {failed}")
 
-    def admit(self, *, wait: bool, max_age_s: float | None = None) -> str:
-        """Why no more commit may start now, or ""; with `wait`, waits until it may, but no longer
+    def admit(self, *, wait: bool, max_age_s: float | None = None) -> WhyNot | None:
+        """Why no more commit may start now; with `wait`, waits until it may, but no longer
         than until the oldest in flight has `max_age_s`. Raises `InvalidInput` in a forked child,
         which has neither the thread nor the staging memory of its parent."""
         if self._pid != os.getpid():
@@ -375,12 +379,13 @@ class Background:
                     lambda: len(self._in_flight()) < self._limit, left
                 ):
                     if max_age_s is not None and busy[0].age_s >= max_age_s:
-                        return (
-                            f"{busy[0].name} {HELD_UP}, {busy[0].stage} after "
-                            f"{seconds_text(busy[0].age_s)}"
+                        return WhyNot(
+                            f"{busy[0].name} is held up, {busy[0].stage} after "
+                            f"{seconds_text(busy[0].age_s)}",
+                            hangs=True,
                         )
-                    return "another commit is in flight"
-        return ""
+                    return WhyNot("another commit is in flight")
+        return None
 
     def note(self, pending: Pending[Any]) -> None:
         """Keep the failure of a commit that was not begun until the caller sees it."""

@@ -8,8 +8,8 @@ does. An earlier crash leaves files that no entry names, and gc removes them.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -373,9 +373,9 @@ class Transaction:
         """Append the commit of what this writer has packed, or all writers by `receipts`, which may
         include this one's.
 
-        Without parents in `label`, the run's newest commit is the parent. `cast` is called when all
-        leaves were read. Raises what the log raises; after `Refused` and `NoSpace` the document is
-        deleted.
+        The parent is the last of the label's unanswered commits that the log took, or that of the
+        label, or the run's newest commit. `cast` is called when all leaves were read. Raises what
+        the log raises; after `Refused` and `NoSpace` the document is deleted.
         """
         trees = list(trees)
         refs, layout_id, leaves = self._write_metadata(stored_trees(trees), layout)
@@ -405,15 +405,39 @@ class Transaction:
             cast=cast(),
         )
         reused = self.look().reused.union(*(receipt.reused for receipt in receipts))
-        commit, stored = encode_document(document)
-        body = entry_of(document, commit, len(stored), records, reused)
-        packs = new_packs(self.append(body, stored, watch=watch))
+        commit, document, entry = self._append_commit(
+            document, label.unanswered, records, reused, watch
+        )
+        packs = new_packs(entry)
         durable_at = time.perf_counter()
         watch.reached(Milestone.DURABLE)
         self.index(packs)
         chunks = sum(each.chunks for each in receipts) if receipts else self._chunks
         new_chunks = sum(each.new_chunks for each in receipts) if receipts else self._new_chunks
         return Published(commit, document, packs, chunks, new_chunks, packed_at, durable_at)
+
+    def _append_commit(
+        self,
+        document: CommitDocument,
+        unanswered: tuple[CommitId, ...],
+        records: Sequence[PackRecord],
+        reused: Set[int],
+        watch: Watch,
+    ) -> tuple[CommitId, CommitDocument, entries.Entry]:
+        """Append the commit of `document`, on top of the last of the `unanswered` that the log
+        took. One that is still on its way takes the number of this entry, or never arrives."""
+        while True:
+            commit, stored = encode_document(document)
+            body = entry_of(document, commit, len(stored), records, reused)
+            demand = not_made(unanswered[::-1], None)
+            try:
+                return commit, document, self.append(body, stored, watch=watch, demand=demand)
+            except Refused as error:
+                made = next((c for c in unanswered if c in error.refusal.commits), None)
+                if made is None:
+                    raise
+                unanswered = unanswered[unanswered.index(made) + 1 :]
+                document = replace(document, parents=(made,))
 
     def append(
         self,

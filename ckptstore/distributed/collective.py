@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from ckptstore.commit.pending import WhyNot
 from ckptstore.distributed.framing import (
     MAX_BYTES,
     Cause,
@@ -190,17 +191,20 @@ class Collective:
                 f"exchanged: {failed}"
             ) from failed
 
-    def agree(self, begin: Callable[[], str]) -> str:
+    def agree(self, begin: Callable[[], WhyNot | None]) -> WhyNot | None:
         """Call `begin` on every rank and return the reasons of all ranks.
 
-        `begin` returns why this rank cannot begin now, or an empty string. An error that it raises
-        on one rank is raised on all.
+        `begin` returns why this rank cannot begin now. An error that it raises on one rank is
+        raised on all.
         """
 
-        def join(found: Sequence[str]) -> str:
-            return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(found) if why)
+        def join(found: Sequence[Any]) -> WhyNot | None:
+            why = {rank: WhyNot(*each) for rank, each in enumerate(found) if each}
+            text = "; ".join(f"rank {rank}: {each.text}" for rank, each in why.items())
+            return WhyNot(text, any(each.hangs for each in why.values())) if why else None
 
-        return str(self.share("commit: begin", begin, join))
+        said = self.share("commit: begin", begin, join)
+        return WhyNot(*said) if said else None
 
     def is_due(self, due: bool, came: bool) -> tuple[bool, bool]:
         """Whether a commit is due by the coordinator's schedule, and whether any rank got a

@@ -172,7 +172,7 @@ class RanksCommitter:
         transaction = Transaction(
             self._to, session, rank=peers.rank, unbuffered=room.write.unbuffered
         )
-        transaction.measured = request.measured
+        transaction.measured, transaction.asked_before = request.measured, request.asked
         transaction.patching = request.memory_budget_bytes is None
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
         label, threads = described.label, self._to.threads
@@ -218,7 +218,8 @@ class _Publication:
             try:
                 if self.failed:
                     raise self.failed
-                return self._coordinator.publish(handed_in, label, self._transaction)
+                watch = self._request.watch
+                return self._coordinator.publish(handed_in, label, self._transaction, watch)
             except Exception as error:
                 if self._transaction.asked:
                     raise
@@ -251,11 +252,12 @@ class _Publication:
         errors = self._casting.errors(self._peers.rank) if self._casting else []
         receipt = (*self._worker.receipt(), errors)
         self._packed_at = time.perf_counter()
-        watch.reached(Milestone.WRITTEN)
-        watch.publishing(None)
-        # Once the coordinator may have appended the entry, only the log's answer tells whether
-        # these packs belong to a commit.
-        self._transaction.asked = not self._peers.leads
+        if not self._peers.leads:  # which is told of the commit when it appends that
+            watch.reached(Milestone.WRITTEN)
+            watch.publishing(None)
+            # Once the coordinator may have appended the entry, only the log's answer tells whether
+            # these packs belong to a commit.
+            self._transaction.asked = True
         return receipt
 
     def done(
@@ -263,9 +265,9 @@ class _Publication:
     ) -> Committed:
         """The commit whose document is `stored`."""
         durable_at = time.perf_counter()
-        self._request.watch.reached(Milestone.DURABLE)
         document = decode_document(stored, CommitId(commit))
         if not self._peers.leads:
+            self._request.watch.reached(Milestone.DURABLE)
             self._transaction.index(packs)
         published = Published(
             CommitId(commit), document, packs, chunks, new_chunks, self._packed_at, durable_at

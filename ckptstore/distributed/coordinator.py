@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.commit.pending import Watch
 from ckptstore.commit.transaction import Destination, Receipt, Transaction, logical_bytes
 from ckptstore.core.ids import SessionId
 from ckptstore.core.model import Cast
@@ -122,7 +123,11 @@ class Coordinator:
         return self._decided.writes
 
     def publish(
-        self, handed_in: Sequence[Any], label: CommitMetadata, transaction: Transaction
+        self,
+        handed_in: Sequence[Any],
+        label: CommitMetadata,
+        transaction: Transaction,
+        watch: Watch,
     ) -> list[Any]:
         """Append the commit of what ranks have written; returns the outcome for each rank.
 
@@ -141,6 +146,7 @@ class Coordinator:
                 logical_bytes=logical_bytes(trees),
                 layout=self._layout,
                 receipts=receipts,
+                watch=watch,
                 cast=partial(_merged, label, errors),
             )
         except Refused as error:

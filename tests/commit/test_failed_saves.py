@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -28,10 +28,9 @@ from ckptstore.errors import (
     NoSpace,
     Unavailable,
 )
-from ckptstore.log import log
 from ckptstore.log.entries import Entry
 from ckptstore.store import Store
-from tests.support.faults import KINDS, Faults
+from tests.support.faults import KINDS, Fate, Faults, LostAnswers, assert_made_once, assert_one_line
 
 WARN = Async(on_error="warn", retry_s=0)
 
@@ -384,33 +383,6 @@ def test_health_is_known_while_a_commit_hangs(store: Store, faults: Faults) -> N
         assert found == [Health()]
 
 
-class LostAnswers:
-    """Appends to the log of `store` whose answer is lost: `left` has those to come, each True if
-    the entry was created all the same."""
-
-    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left: list[bool] = []
-        self.error: type[BaseException] = Unavailable
-        backend = store._handle.log._backend
-        self._create = backend.create
-        monkeypatch.setattr(backend, "create", self._answered)
-        monkeypatch.setattr(log, "LOCAL_PATIENCE_S", 0)
-
-    def _answered(self, entry: Entry, data: bytes) -> bool:
-        if not self.left:
-            return self._create(entry, data)
-        if self.left.pop(0):
-            self._create(entry, data)
-        raise self.error("the answer was lost")
-
-
-def assert_made_once(store: Store, steps: Sequence[int]) -> None:
-    """Each commit follows the one before."""
-    found = store.log()
-    assert [info.step for info in found] == [*reversed(steps)]
-    assert [info.parents for info in found] == [*((info.id,) for info in found[1:]), ()]
-
-
 def test_a_commit_whose_answer_was_lost_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -419,7 +391,7 @@ def test_a_commit_whose_answer_was_lost_is_made_once(
     with ckptstore.open(tmp_path / "store", background=again) as store:
         answers = LostAnswers(store, monkeypatch)
         for step in range(6):
-            answers.left = [random.random() < 0.5 for _ in range(random.randrange(4))]
+            answers.left = random.choices(list(Fate), k=random.randrange(4))
             made = store.commit_async(state(step), step=step).wait(60)
             assert torch.equal(made.read("model/w"), torch.full((3_000,), float(step)))
         assert_made_once(store, range(6))
@@ -455,14 +427,14 @@ def test_a_commit_follows_the_one_before_although_that_said_it_had_failed(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
 ) -> None:
     """Those that were made all the same are there once, and no other training made them."""
-    random, made = Random(seed), []
+    random, begun = Random(seed), list[ckptstore.PendingCommit]()
     answers = LostAnswers(store, monkeypatch)
     for step in range(30):
-        answers.left = [drawn] if (drawn := random.choice([True, False, None])) is not None else []
-        made += [] if drawn is False else [step]
-        ended(store.commit_async(state(step), step=step))
+        answers.left = [drawn] if (drawn := random.choice([*Fate, None])) else []
+        begun.append(store.commit_async(state(step), step=step))
+        ended(begun[-1])
     store.commit(state(30), step=30)
-    assert_made_once(store, [*made, 30])
+    assert_one_line(store, {*(each.step for each in begun if not each.failure()), 30})
     assert "somebody else" not in caplog.text
 
 
@@ -475,7 +447,7 @@ def test_a_commit_follows_one_that_was_made_although_its_call_raised(
             with pytest.MonkeyPatch.context() as patch:
                 if step % 2:
                     answers = LostAnswers(store, patch)
-                    answers.left, answers.error = [True], error
+                    answers.left, answers.error = [Fate.MADE], error
                     with pytest.raises(error):
                         store.commit(state(step), step=step)
                 elif step == 2:

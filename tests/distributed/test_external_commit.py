@@ -48,6 +48,7 @@ def test_a_receipt_that_comes_twice_is_found_before_the_log_names_its_packs(tmp_
                 None,
                 [written.receipt] * 2,
                 time.perf_counter(),
+                [],
             )
         assert store.log() == []
 
@@ -129,7 +130,13 @@ def _publish(
     return (
         internals_of(store)
         .parts_committer.publish(
-            session, CommitMetadata("main"), trees, None, [written.receipt], time.perf_counter()
+            session,
+            CommitMetadata("main"),
+            trees,
+            None,
+            [written.receipt],
+            time.perf_counter(),
+            [],
         )
         .id
     )

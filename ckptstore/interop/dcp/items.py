@@ -179,8 +179,8 @@ def publish_items(
     encoded = None if world == 1 and "dcp" not in layout else canonical.encode(layout)
     receipts = [rank.receipt for rank in ranks]
     return internals.commit_external(
-        lambda metadata: internals.parts_committer.publish(
-            session, metadata, trees, encoded, receipts, started
+        lambda metadata, asked: internals.parts_committer.publish(
+            session, metadata, trees, encoded, receipts, started, asked
         ),
         label,
         follow=alone is None,

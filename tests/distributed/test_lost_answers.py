@@ -1,0 +1,106 @@
+"""What ranks committed follows what they committed before, although the log's answer was lost."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import ckptstore
+from ckptstore import Async, Ranks
+from ckptstore.distributed import worker_client, worker_process
+from ckptstore.distributed.worker_process import Message
+from ckptstore.errors import CkptStoreError
+from ckptstore.interop.dcp import StoreWriter
+from ckptstore.store import Store
+from tests.distributed.layouts import full, group_of, layout, meet
+from tests.distributed.pool import Pool
+from tests.support.faults import Fate, LostAnswers, assert_one_line
+
+N = 2
+
+
+def now(store: Store, step: int, state: dict[str, Any], ranks: Ranks) -> None:
+    store.commit(state, step=step, ranks=ranks)
+
+
+def behind(store: Store, step: int, state: dict[str, Any], ranks: Ranks) -> None:
+    pending = store.commit_async(state, step=step, ranks=ranks, background=Async(on_error="warn"))
+    pending.wait()
+
+
+def by_dcp(store: Store, step: int, state: dict[str, Any], ranks: Ranks) -> None:
+    writer = StoreWriter(store, step=step)
+    dcp.save(state, storage_writer=writer, process_group=ranks.process_group)
+
+
+def lose_answers(
+    rank: int, path: Path, seed: int, commit: Callable[[Store, int, dict[str, Any], Ranks], None]
+) -> list[int]:
+    """The steps that were acknowledged."""
+    meet(4)
+    meet(N)
+    if rank >= N:
+        return []
+    random, done, ranks = Random(seed), list[int](), Ranks(process_group=group_of(N), timeout_s=60)
+    with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
+        answers = LostAnswers(store, patch)
+        for step in range(8):
+            drawn = random.choice([*Fate, None]) if step < 7 else None
+            answers.left = [drawn] if rank == 0 and drawn else []
+            try:
+                commit(store, step, {"model": {"rows": layout("rows", full() + step, N)}}, ranks)
+            except (CkptStoreError, dcp.api.CheckpointException):
+                assert drawn
+            else:
+                done.append(step)
+    return done
+
+
+@pytest.mark.parametrize("commit", [now, behind, by_dcp])
+def test_a_commit_of_ranks_follows_the_one_before_although_that_said_it_had_failed(
+    pool: Pool, tmp_path: Path, seed: int, commit: Callable[..., None]
+) -> None:
+    done, *others = pool.run(lose_answers, tmp_path / "store", seed, commit)
+    assert others == [done, [], []] and 7 in done
+    with ckptstore.open(tmp_path / "store") as store:
+        assert_one_line(store, set(done))
+
+
+def lose_a_worker(rank: int, path: Path) -> None:
+    meet(4)
+    meet(N)
+    if rank >= N:
+        return
+    ranks, lost = Ranks(process_group=group_of(N), timeout_s=60), [rank == 0, False]
+
+    def receive(connection: Any) -> Message | None:
+        message = worker_process.receive(connection)
+        if message and "done" in message and lost and lost.pop():
+            assert store.worker_pid
+            os.kill(store.worker_pid, signal.SIGKILL)
+            return None
+        return message
+
+    process = Async(executor="process", on_error="warn")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ckptstore.open(path, background=process) as store,
+    ):
+        patch.setattr(worker_client, "receive", receive)
+        for step in range(3):
+            state = {"model": {"rows": layout("rows", full() + step, N)}}
+            assert store.commit_async(state, step=step, ranks=ranks).ended(120)
+        assert not lost
+
+
+def test_a_commit_of_ranks_is_followed_although_its_worker_died_before_it_said_so(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(lose_a_worker, tmp_path / "store")
+    with ckptstore.open(tmp_path / "store") as store:
+        assert_one_line(store, {0, 1, 2})
