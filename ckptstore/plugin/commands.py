@@ -9,6 +9,7 @@ from ckptstore.cli.commits import (
     find_in_one_run,
     find_info,
     find_proven,
+    first_line,
     reader_of,
     short,
     size_text,
