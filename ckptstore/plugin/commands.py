@@ -7,7 +7,6 @@ from ckptstore.cli.commits import (
     commit_text,
     document_of,
     find_in_one_run,
-    find_info,
     find_proven,
     first_line,
     reader_of,
