@@ -19,7 +19,7 @@ from ckptstore.errors import InvalidInput, NotFound, Thinned
 from ckptstore.log.resolve import Resolved, nearest_first
 from ckptstore.objects.documents import Layout
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.reader import Destination, Reader, ReadRequest, Tree
+from ckptstore.restore.reader import Reader, ReadRequest, Tree
 from ckptstore.state.leaf_sources import segment
 
 logger = logging.getLogger("ckptstore")
@@ -246,10 +246,6 @@ class CommitContents:
         """Read and verify leaves, or boxes of them, into their destinations, in any order."""
         self.before_write()
         self.reader.read(requests, self.commit, memory_budget_bytes=memory_budget_bytes)
-
-    def read_paths(self, destinations: Mapping[str, Destination]) -> None:
-        """As `read`, of whole leaves by their paths. Raises `NotFound`."""
-        self.read([ReadRequest(*self.find(path), to) for path, to in destinations.items()])
 
     def leaf_bytes(
         self, tree: Tree, number: int, *, memory_budget_bytes: int | None = None

@@ -249,7 +249,7 @@ COMMANDS = (
     ),
     Operation(
         "watch",
-        "cli.watch.watch",
+        "plugins.follow.watch.watch",
         "show new commits, writers and the disk as they change",
         (
             Option("--every", "SPAN", "look every SPAN (default: 2s)", default=2),

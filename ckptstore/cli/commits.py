@@ -58,7 +58,7 @@ def find_info(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
 
 
 def find_proven(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
-    """The commit that `ref` names by the log, for what restores or changes."""
+    """The commit that `ref` names by the log, for what restores, changes, signs or verifies."""
     found = find_commit(store, ref, call.args.run)
     tell_run(call, store.queries(), ref)
     return store.queries().commit(found.id)

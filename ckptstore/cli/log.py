@@ -13,7 +13,7 @@ from ckptstore.cli.call import Answer, Call, UsageError
 from ckptstore.cli.commits import (
     commit_document,
     commit_text,
-    find_info,
+    find_proven,
     first_line,
     links_of,
     reader_of,
@@ -322,8 +322,8 @@ def tag(call: Call) -> Answer:
 def _set(call: Call, store: StoreHandle, name: str) -> Answer:
     from ckptstore.maintenance.forget import set_tag
 
-    info, queries = find_info(call, store, call.args.ref or "latest"), store.queries()
-    before = next((found.commit for found in queries.tags() if found.name == name), None)
+    info = find_proven(call, store, call.args.ref or "latest")
+    before = store.log.state.tags.get(name)
     set_tag(store, reader_of(call, store), name, info)
     was = f", was {short(before)}" if before and before != info.id else ""
     line = f"{name} is {commit_text(info)}{was}"

@@ -9,7 +9,6 @@ what is durable.
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ckptstore import Ranks, Store
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
@@ -28,7 +28,8 @@ from ckptstore.interop.deepspeed_weights import (
     file_names,
     fp32_weights,
 )
-from ckptstore.plugin.files import scratch_for, sync_path, write_file
+from ckptstore.interop.leaving import replace_durably
+from ckptstore.interop.oldest import check_version
 from ckptstore.plugin.model import CommitId
 from ckptstore.plugin.pointers import (
     DIRECTORY_POINTERS,
@@ -131,12 +132,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Example:
             >>> StoreCheckpointEngine.install(engine, ckptstore.open("checkpoints"))
         """
-        version = tuple(map(int, re.findall(r"\d+", deepspeed.__version__)[:2]))
-        if version < OLDEST:
-            raise InvalidInput(
-                f"DeepSpeed {deepspeed.__version__} is not supported: wanted "
-                f"{'.'.join(map(str, OLDEST))} or newer; pip install --upgrade deepspeed"
-            )
+        check_version("DeepSpeed", deepspeed.__version__, OLDEST, "deepspeed")
         if isinstance(engine.checkpoint_engine, cls):
             raise InvalidInput("this engine saves into a store already")
         made = cls(engine, store, wait=wait, ranks=ranks or Ranks(), allow_pickle=allow_pickle)
@@ -204,12 +200,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return
         _write_pointers(directory, Pointer(self.store.url, snapshot.id), file_names(snapshot))
         if info.save_latest and engine.global_rank == 0:
-            latest = Path(info.save_dir).absolute() / "latest"
-            with scratch_for(latest) as new:
-                write_file(new, info.tag.encode())
-                sync_path(new)
-                new.replace(latest)
-            sync_path(latest.parent)
+            replace_durably(Path(info.save_dir).absolute() / "latest", info.tag.encode())
 
     # -- loading --
 
@@ -381,15 +372,9 @@ def _moved(state: Any, map_location: Any) -> Any:
     """`state` with its tensors where `torch.load` would put them, if that is a device."""
     if not isinstance(map_location, str | torch.device) or str(map_location) == "cpu":
         return state
-    if isinstance(state, torch.Tensor):
-        return state.to(map_location)
-    if isinstance(state, dict):
-        for name in state:
-            state[name] = _moved(state[name], map_location)
-        return state
-    if type(state) in (list, tuple):
-        return type(state)(_moved(each, map_location) for each in state)
-    return state
+    return tree_map(
+        lambda each: each.to(map_location) if isinstance(each, torch.Tensor) else each, state
+    )
 
 
 def write_files(snapshot: Snapshot, directory: str | os.PathLike[str]) -> list[Path]:
@@ -404,12 +389,11 @@ def write_files(snapshot: Snapshot, directory: str | os.PathLike[str]) -> list[P
         >>> write_files(store.checkout(100), "export/global_step100")
     """
     check_made_by_deepspeed(snapshot)
-    place, written = Path(directory), []
+    place = Path(directory)
     try:
         place.mkdir(parents=True)
     except FileExistsError as error:
         raise Conflict(f"{place} exists; choose another directory, or remove it") from error
-    for name in file_names(snapshot):
+    for name in (names := file_names(snapshot)):
         torch.save(snapshot.state_dict(name), place / name)
-        written.append(place / name)
-    return written
+    return [place / name for name in names]

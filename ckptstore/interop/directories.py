@@ -82,21 +82,27 @@ class CheckpointDirectories:
     def _makes_way(self, step: int | None) -> bool:
         """Wait for the adoption under way; False if it hangs, and training goes on without
         another."""
-        background, counts = background_of(self.store), outages_of(self.store)
-        counts.asked(step)
+        outages_of(self.store).asked(step)
+        if error := self._hangs():
+            name = f"the commit of step {step}"
+            late = Unavailable(f"{name} was skipped: an earlier one hangs")
+            late.__cause__ = error
+            passed(self.store, name, late)
+        else:
+            self.settle()
+        raise_overdue(self.store)
+        return not error
+
+    def _hangs(self) -> TimeoutError | None:
+        """Where training goes on without a commit, wait up to `max_wait_s` for the adoption under
+        way; why it is waited for no longer."""
+        background = background_of(self.store)
         if background.goes_on and self._pending:
             try:
                 self._pending.exception(background.max_wait_s)
             except TimeoutError as error:
-                name = f"the commit of step {step}"
-                late = Unavailable(f"{name} was skipped: an earlier one hangs")
-                late.__cause__ = error
-                passed(self.store, name, late)
-                raise_overdue(self.store)
-                return False
-        self.settle()
-        raise_overdue(self.store)
-        return True
+                return error
+        return None
 
     def _adopt_or_go_on(self, place: Path, *, step: int | None, **options: Any) -> Snapshot | None:
         try:
@@ -115,13 +121,8 @@ class CheckpointDirectories:
     def finish(self) -> None:
         """As `settle`, for a caller who waits for each save; but where training goes on without
         one, no longer than `max_wait_s`."""
-        background = background_of(self.store)
-        if background.goes_on and self._pending:
-            try:
-                self._pending.exception(background.max_wait_s)
-            except TimeoutError:
-                return
-        self.settle()
+        if not self._hangs():
+            self.settle()
 
     def drain(self) -> None:
         """As `settle`, but log the error: another one is on its way to the caller."""
@@ -140,14 +141,10 @@ class CheckpointDirectories:
     def forget(self, place: Path) -> None:
         """Prepare for a program that writes all files of the directory `place` again: its commit
         is none of the directory any more."""
-        if not background_of(self.store).goes_on or self._is_adopted_now(place):
+        if not background_of(self.store).goes_on or self._adopting == _real(place):
             self.settle()
         self._commits.pop(_real(place), None)
         (place / HOLLOW_POINTER).unlink(missing_ok=True)
-
-    def _is_adopted_now(self, place: Path) -> bool:
-        """Whether the adoption under way, if any, reads `place`."""
-        return self._adopting == _real(place)
 
     def _adopt(
         self,

@@ -20,8 +20,13 @@ def write_leaving(file: Path, commits: Sequence[CommitId]) -> None:
     if not commits:
         file.unlink(missing_ok=True)
         return
+    replace_durably(file, "".join(f"{commit}\n" for commit in commits).encode())
+
+
+def replace_durably(file: Path, data: bytes) -> None:
+    """Make `file` have `data`: the old bytes or the new after a crash, the new on return."""
     with scratch_for(file) as new:
-        write_file(new, "".join(f"{commit}\n" for commit in commits).encode())
+        write_file(new, data)
         sync_path(new)
         new.replace(file)
     sync_path(file.parent)

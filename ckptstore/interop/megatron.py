@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptstore import Store
 from ckptstore.errors import InvalidInput
+from ckptstore.interop.oldest import check_version
 from ckptstore.plugin.dcp import redirect
 
 try:
@@ -65,12 +66,7 @@ class StoreSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
-        version = tuple(map(int, re.findall(r"\d+", megatron.core.__version__)[:2]))
-        if version < OLDEST:
-            raise InvalidInput(
-                f"Megatron-Core {megatron.core.__version__} is not supported: wanted "
-                f"{'.'.join(map(str, OLDEST))} or newer; pip install --upgrade megatron-core"
-            )
+        check_version("Megatron-Core", megatron.core.__version__, OLDEST, "megatron-core")
         super().__init__(**options)
         self.store, self._allow_pickle = store, allow_pickle
 

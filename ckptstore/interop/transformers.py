@@ -18,6 +18,7 @@ from ckptstore import Store
 from ckptstore import open as open_store
 from ckptstore.errors import CkptStoreError, InvalidInput, NotFound
 from ckptstore.interop.directories import CheckpointDirectories, logger
+from ckptstore.interop.oldest import check_version
 from ckptstore.plugin.model import Skipped
 from ckptstore.plugin.pointers import HOLLOW_POINTER, is_pointer
 from ckptstore.plugin.ranks import Collective, collective_of
@@ -116,12 +117,7 @@ def attach(
 
 
 def _check(trainer: "Trainer", store: object, run: str | None) -> None:
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < OLDEST:
-        raise InvalidInput(
-            f"transformers {transformers.__version__} is installed; wanted {OLDEST[0]}.{OLDEST[1]} "
-            "or newer: pip install -U transformers"
-        )
+    check_version("transformers", transformers.__version__, OLDEST, "transformers")
     if lacking := [name for name in _WRAPPED if not callable(getattr(trainer, name, None))]:
         raise InvalidInput(
             f"{type(trainer).__name__} of transformers {transformers.__version__} has no "

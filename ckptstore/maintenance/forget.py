@@ -245,7 +245,7 @@ def remove_tags(handle: StoreHandle, *names: str) -> dict[str, CommitId]:
     handle.check_writable()
     for name in names:
         refuse_hold(name)
-    there = {tag.name: tag.commit for tag in handle.queries().tags()}
+    there = handle.log.replay().tags
     for name in names:
         if name not in there:
             raise NotFound(
@@ -271,7 +271,8 @@ def refuse_hold(name: str) -> None:
 def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> CommitId:
     """Rename a tag, and return its commit. Between the two log entries the commit has both names.
 
-    Raises `NotFound` for an unknown tag, `Conflict` if `new` names another commit.
+    Raises `NotFound` for an unknown tag, `Conflict` if `new` names another commit, or `old` was
+    moved to one meanwhile: then both tags stay.
     """
     refuse_hold(old)
     state = handle.log.replay()
@@ -285,5 +286,7 @@ def rename_tag(handle: StoreHandle, reader: Reader, old: str, new: str) -> Commi
         )
     if new != old:
         set_tag(handle, reader, new, resolved(state, commit), move=False)
-        remove_tags(handle, old)
+        # A tag that somebody has moved since then is theirs.
+        handle.log.append(Tag(old, None, frozenset()), demand=tags_free((old,), commit))
+        handle.follow()
     return commit

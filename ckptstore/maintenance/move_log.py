@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from ckptstore.core.config import LOG_FILES, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY
@@ -41,7 +40,6 @@ def move_log(
     to: str | None,
     *,
     index: str | None = None,
-    storage_options: dict[str, Any] | None = None,
 ) -> LogMoved:
     """Move the log to the database at `to`, or with None into the store itself. `index` is the
     database that holds it now, if any.
@@ -49,7 +47,7 @@ def move_log(
     Raises `InvalidInput` if it is there already, is being moved elsewhere, or cannot be there, and
     the errors of opening and appending.
     """
-    with closing(StoreHandle(place, index=index, storage_options=storage_options)) as handle:
+    with closing(StoreHandle(place, index=index)) as handle:
         handle.check_writable()
         if to is None:
             return _into_the_store(handle)
@@ -62,7 +60,6 @@ def restore_log(
     place: str | os.PathLike[str],
     *,
     index: str | None = None,
-    storage_options: dict[str, Any] | None = None,
 ) -> int:
     """Bring the database that holds the log up to the copies of its entries, creating missing
     tables. Returns the number of missing entries.
@@ -70,7 +67,7 @@ def restore_log(
     Raises `InvalidInput` for a store whose log is not in a database, `Corrupt` if the database
     disagrees with the copies.
     """
-    with _log_of(place, index, storage_options) as (config, log, files):
+    with _log_of(place, index) as (config, log, files):
         try:
             log.name()
         except NotFound:
@@ -85,11 +82,10 @@ def migrate_tables(
     place: str | os.PathLike[str],
     *,
     index: str | None = None,
-    storage_options: dict[str, Any] | None = None,
 ) -> tuple[str, str]:
     """Migrate the tables in the database to this version of ckptstore; their revision before and
     after."""
-    with _log_of(place, index, storage_options) as (_, log, _):
+    with _log_of(place, index) as (_, log, _):
         before = log.revision()
         log.migrate()
         return before, log.revision()
@@ -147,11 +143,11 @@ def _arrive(handle: StoreHandle, name: str) -> LogMoved:
 
 @contextmanager
 def _log_of(
-    place: str | os.PathLike[str], index: str | None, storage_options: dict[str, Any] | None
+    place: str | os.PathLike[str], index: str | None
 ) -> Iterator[tuple[StoreConfig, PostgresLog, Log]]:
     """The content of `ckptstore.json`, the log in the database, which may be absent, and the
     copies of its entries."""
-    with closing(open_storage(os.fspath(place), storage_options=storage_options)) as storage:
+    with closing(open_storage(os.fspath(place))) as storage:
         config, way = read_config(storage), index or os.environ.get(VARIABLE)
         if not config.in_database or not way:
             raise InvalidInput(

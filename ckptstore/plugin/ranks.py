@@ -2,4 +2,4 @@
 
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.sockets import Address, listen, own_addresses, reach
-from ckptstore.peers import ALONE, collective_of
+from ckptstore.peers import ALONE, collective_of, leads_all

@@ -2,6 +2,7 @@
 
 from ckptstore.core.text import (
     ID_DIGITS,
+    SECOND_NS,
     Column,
     Table,
     bytes_text,
@@ -9,6 +10,7 @@ from ckptstore.core.text import (
     near,
     printable,
     redact,
+    seconds_text,
     selector,
     unicode_text,
     without,

@@ -7,7 +7,14 @@ from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard,
 from ckptstore.maintenance.check.data import Spread, load_record
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import OfflineStore, offline_store_of
-from ckptstore.maintenance.disk_space import DiskWatch, expected_bytes, gained_by, look, warning
+from ckptstore.maintenance.disk_space import (
+    DiskWatch,
+    expected_bytes,
+    free_bytes,
+    gained_by,
+    look,
+    warning,
+)
 from ckptstore.maintenance.forget import (
     forget_by_policy,
     forget_commits,
@@ -16,7 +23,8 @@ from ckptstore.maintenance.forget import (
     undelete,
 )
 from ckptstore.maintenance.gc import GcOptions, collect
-from ckptstore.maintenance.gc.session_monitor import activities
+from ckptstore.maintenance.gc.session_monitor import Activity, activities
+from ckptstore.maintenance.mirror_plan import all_commits, plan_between
 from ckptstore.maintenance.retention import (
     KeepBest,
     KeepLast,

@@ -6,6 +6,7 @@ import platform
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import ckptstore
 from ckptstore.core.config import FORMAT_VERSION
+from ckptstore.repository.store_handle import CATALOG_NAME
 from tests.cli.running import call, environment, run, run_on_terminal
 
 
@@ -88,6 +90,22 @@ def test_a_tag_is_renamed_in_one_step(store: Path) -> None:
         result = call(*at, *words)
         assert (result.code, says in result.err) == (code, True), result.err
     assert call(*at, "--names").out.split() == names
+
+
+def test_what_is_tagged_or_signed_is_what_the_log_says_and_not_the_catalog(
+    store: Path, tmp_path: Path
+) -> None:
+    place, key = str(store), str(tmp_path / "key")
+    assert call("sign", "--new-key", key, "-s", place).code == 0
+    with ckptstore.open(store) as opened:
+        wanted, other = opened.tags()["best"], opened.tags()["prod"]
+    assert call("tag", "--names", "-s", place).code == 0
+    with closing(sqlite3.connect(store / "index" / CATALOG_NAME)) as catalog, catalog:
+        catalog.execute("UPDATE tags SET commit_id = ? WHERE name = 'best'", (other,))
+    assert call("sign", "best", "--key", key, "--json", "-s", place).document["commit"] == wanted
+    verified = call("verify", "best", "--keys", f"{key}.pub", "--json", "-s", place).document
+    assert verified["commit"] == wanted
+    assert call("tag", "again", "best", "--json", "-s", place).document["commit"] == wanted
 
 
 def test_removing_tags_is_all_or_nothing(store: Path) -> None:

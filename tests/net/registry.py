@@ -585,7 +585,7 @@ APART: dict[str, tuple[str, ...]] = {
     "tests/cli/test_plot.py": ("$ plot",),
     "tests/follow/test_command.py": ("$ follow",),
     "tests/cli/test_upkeep.py": ("$ forget",),
-    "tests/cli/test_watch.py": ("$ watch",),
+    "tests/follow/test_watch.py": ("$ watch",),
     "tests/interop/test_command.py": ("$ export", "$ import"),
     "tests/maintenance/mirror/test_command.py": ("$ pull", "$ push"),
     "tests/maintenance/test_commands.py": ("$ doctor", "$ repair"),

@@ -24,6 +24,7 @@ PLUGINS = {
         *("interop/lightning/", "interop/accelerate/", "interop/torchtitan/", "interop/ray.py"),
         *("interop/transformers.py", "interop/deepspeed", "interop/directories.py"),
         *("interop/megatron.py", "interop/leaving.py", "interop/background_saves.py"),
+        *("interop/oldest.py",),
     ),
     "trackers": (
         *("interop/mlflow.py", "interop/trackers.py", "interop/trackio.py", "interop/wandb.py"),

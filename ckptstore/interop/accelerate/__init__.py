@@ -7,7 +7,6 @@ the commit is durable, so that a directory without one is no checkpoint.
 
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from ckptstore import Ranks, Store, write_pointer
 from ckptstore import open as open_store
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, NotFound
 from ckptstore.interop.background_saves import BackgroundSaves, as_first_rank, together
+from ckptstore.interop.oldest import check_version
 from ckptstore.plugin.model import CommitId
 from ckptstore.plugin.pointers import is_pointer, read_pointer
 from ckptstore.plugin.snapshots import Snapshot
@@ -37,7 +37,6 @@ try:
         number_of,
         numbered,
         numbered_folder,
-        own_directory,
         step_of,
     )
     from ckptstore.interop.accelerate.hook_files import KEY, Listing, files_in, fill, written_since
@@ -60,10 +59,10 @@ __all__ = ["Attached", "attach"]
 logger = logging.getLogger("ckptstore")
 
 OLDEST = (1, 6)
+"""The oldest Accelerate that this has been tested with."""
 
 PROTECTED = 2
 """So many of the newest commits of a run are not forgotten when their directories go."""
-"""The oldest Accelerate that this has been tested with."""
 
 _ELSEWHERE = {
     "DEEPSPEED": "ckptstore.interop.deepspeed.StoreCheckpointEngine.install(model, store) on the "
@@ -106,18 +105,13 @@ def attach(
         >>> accelerator.save_state("out/step_100")
     """
     _check_supported(accelerator)
-    if isinstance(store, Store):
-        return Attached(accelerator, store, False, wait, ranks or Ranks(), allow_pickle)
-    return Attached(accelerator, open_store(store), True, wait, ranks or Ranks(), allow_pickle)
+    owned = not isinstance(store, Store)
+    opened = store if isinstance(store, Store) else open_store(store)
+    return Attached(accelerator, opened, owned, wait, ranks or Ranks(), allow_pickle)
 
 
 def _check_supported(accelerator: Accelerator) -> None:
-    version = tuple(map(int, re.findall(r"\d+", accelerate.__version__)[:2]))
-    if version < OLDEST:
-        raise InvalidInput(
-            f"Accelerate {accelerate.__version__} is not supported: wanted "
-            f"{'.'.join(map(str, OLDEST))} or newer; pip install --upgrade accelerate"
-        )
+    check_version("Accelerate", accelerate.__version__, OLDEST, "accelerate")
     if advice := _ELSEWHERE.get(kind := accelerator.distributed_type.name):
         raise InvalidInput(f"attach does not support trainings of kind {kind}: {advice}")
     if "_attached" in vars(accelerator):
@@ -385,9 +379,8 @@ class Attached:
             is_directory = as_first_rank(
                 self._ranks, "load: look", lambda: isinstance(existing(input_dir), Path)
             )
-            self._load(
-                own_directory(input_dir) if is_directory else cast(str | int, input_dir), kwargs
-            )
+            asked = cast(str, input_dir)  # of a directory, the one on this process's node
+            self._load(Path(asked).expanduser().absolute() if is_directory else asked, kwargs)
             self._number_behind()
         elif not self._load_newest(kwargs):
             raise NotFound(

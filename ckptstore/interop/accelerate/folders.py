@@ -3,7 +3,6 @@
 import os
 import re
 from pathlib import Path
-from typing import cast
 
 from accelerate import Accelerator
 
@@ -34,11 +33,6 @@ def existing(asked: str | int | os.PathLike[str]) -> str | int | Path:
     if isinstance(asked, str) and os.sep not in asked:
         return asked
     raise NotFound(f"{path} is no directory, so that nothing can be loaded from it")
-
-
-def own_directory(asked: str | int | os.PathLike[str]) -> Path:
-    """The directory on this process's node."""
-    return Path(os.fspath(cast(str, asked))).expanduser().absolute()
 
 
 def numbered_folder(accelerator: Accelerator) -> Path | None:

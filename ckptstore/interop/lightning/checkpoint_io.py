@@ -200,7 +200,7 @@ class StoreCheckpointIO:
         with snapshot:
             checkpoint = read(snapshot)
         if is_own:
-            self._follow(snapshot)
+            stores.follow(self.store, snapshot)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -358,10 +358,6 @@ class StoreCheckpointIO:
         """Whether a pointer is one to this store, or too damaged to say."""
         return pointer is None or pointer.is_in(self.store.url)
 
-    def _follow(self, snapshot: Snapshot) -> None:
-        """Make the commit the parent of the next one."""
-        stores.follow(self.store, snapshot)
-
     def _resumed(
         self, path: str | os.PathLike[str], read: Callable[[Snapshot], dict[str, Any]]
     ) -> dict[str, Any]:
@@ -388,7 +384,7 @@ class StoreCheckpointIO:
                 continue  # weights alone: nothing to resume from
             if skipped:
                 logger.warning("%s: resumed step %s instead", path, snapshot.step)
-            self._follow(snapshot)
+            stores.follow(self.store, snapshot)
             return checkpoint
         if not skipped:
             raise NotFound(f"{self.store.url} has no checkpoint for {path}")

@@ -11,13 +11,10 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from ckptstore.plugin.pointers import is_pointer
+from ckptstore.plugin.ranks import leads_all
 
 dcp: Any = torch.distributed.checkpoint
 """Asked for its functions when they are called: others may have replaced them."""
-
-
-def leads() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def step_directories(folder: str) -> dict[int, str]:
@@ -41,7 +38,7 @@ def write_hf(adapter: Any, weights: Mapping[str, Any], directory: str) -> None:
         enable_consolidation=True,
     )
     dcp.save(adapter.to_hf(dict(weights)), storage_writer=files)
-    if leads():
+    if leads_all():
         rmtree(os.path.join(directory, "sharded"), ignore_errors=True)
 
 

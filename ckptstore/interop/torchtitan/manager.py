@@ -31,7 +31,6 @@ from ckptstore.interop.torchtitan.contract import (
 )
 from ckptstore.interop.torchtitan.files import (
     is_dcp,
-    leads,
     load_dcp,
     load_hf,
     step_directories,
@@ -41,7 +40,7 @@ from ckptstore.plugin import stores
 from ckptstore.plugin.leaves import segment
 from ckptstore.plugin.model import Best, parse_ref
 from ckptstore.plugin.pointers import is_pointer, read_pointer
-from ckptstore.plugin.ranks import collective_of
+from ckptstore.plugin.ranks import collective_of, leads_all
 from ckptstore.plugin.snapshots import Snapshot, contents_of
 from ckptstore.plugin.stores import outcome
 from ckptstore.plugin.upkeep import KeepBest, KeepLast, Policy
@@ -204,7 +203,7 @@ class StoreManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _made(self, snapshot: Snapshot | None, *, purge: bool) -> None:
         """The commit is durable: leave a directory that points to it, and forget older ones."""
-        if snapshot is None or not leads():
+        if snapshot is None or not leads_all():
             return
         if "://" not in self.folder and snapshot.step is not None:
             pointer = os.path.join(self._directory(snapshot.step), ".metadata")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MIB, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key, log_key, segment_key
@@ -112,8 +112,6 @@ def offline_store_of(handle: StoreHandle) -> OfflineStore:
 def open_offline_store(
     place: str | os.PathLike[str],
     *,
-    read_only: bool = False,
-    storage_options: dict[str, Any] | None = None,
     index: str | None = None,
 ) -> Iterator[OfflineStore]:
     """The offline view of a store in any state.
@@ -121,9 +119,9 @@ def open_offline_store(
     Raises `NotFound` if there is none, and `InvalidInput` for another kind of directory or a store
     of a newer format.
     """
-    storage = open_storage(os.fspath(place), read_only=read_only, storage_options=storage_options)
+    storage = open_storage(os.fspath(place))
     try:
-        offline_store = _offline_store(storage, read_only=read_only)
+        offline_store = _offline_store(storage)
         log = open_log_place(offline_store.config, storage, index)
         try:
             yield replace(offline_store, database=log)
@@ -134,7 +132,7 @@ def open_offline_store(
         storage.close()
 
 
-def _offline_store(storage: Storage, *, read_only: bool) -> OfflineStore:
+def _offline_store(storage: Storage) -> OfflineStore:
     data, problem = read_small(storage, CONFIG_KEY), None
     try:
         if data is None:
@@ -147,7 +145,7 @@ def _offline_store(storage: Storage, *, read_only: bool) -> OfflineStore:
         config = recovered
         step = "run `ckptstore repair --apply`, which writes it again"
         problem = Finding(Kind.CONFIG, str(error), step, key=CONFIG_KEY)
-    directory = index_directory(storage, config.store, read_only=read_only)
+    directory = index_directory(storage, config.store, read_only=False)
     return OfflineStore(storage, config, directory, problem)
 
 

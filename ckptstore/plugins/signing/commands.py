@@ -1,6 +1,13 @@
 """`ckptstore sign` and `verify`: who stands behind a commit."""
 
-from ckptstore.plugin.commands import Answer, Call, UsageError, commit_text, document_of, find_info
+from ckptstore.plugin.commands import (
+    Answer,
+    Call,
+    UsageError,
+    commit_text,
+    document_of,
+    find_proven,
+)
 from ckptstore.plugin.text import ID_DIGITS
 from ckptstore.plugins.signing import signatures
 
@@ -18,7 +25,7 @@ def sign(call: Call) -> Answer:
         raise UsageError("REF and --key FILE say what to sign with what")
     store = call.open(args.ref)
     store.check_writable()
-    info = find_info(call, store, args.ref)
+    info = find_proven(call, store, args.ref)
     document_of(store, info)
     key = signatures.sign(store.storage, info.id, args.key)
     page = [f"{commit_text(info)} is signed by {key[:ID_DIGITS]}"]
@@ -30,7 +37,7 @@ def verify(call: Call) -> Answer:
     if not args.keys:
         raise UsageError("--keys FILE is missing: public keys that you trust")
     store = call.open(args.ref)
-    info = find_info(call, store, args.ref)
+    info = find_proven(call, store, args.ref)
     document_of(store, info)
     keys = signatures.verify(store.storage, info.id, args.keys)
     text = ", ".join(key[:ID_DIGITS] for key in keys)

@@ -117,3 +117,21 @@ def test_a_rename_takes_no_tag_that_was_set_since_it_looked(tmp_path: Path) -> N
             rename_tag(handle, reader, "first", "new")
         assert store.checkout("new").step == 2
         assert store.checkout("first").step == 0
+
+
+def test_a_rename_removes_no_tag_that_was_moved_since_it_looked(tmp_path: Path) -> None:
+    make_store(tmp_path / "store")
+    with ckptstore.open(tmp_path / "store") as store, ckptstore.open(tmp_path / "store") as other:
+        handle = store._internals.handle
+        reader = Reader(handle.config, handle.objects, store._internals.threads)
+        read = reader.document
+
+        def document(*what: object) -> object:
+            other.tag("first", 2)
+            return read(*what)  # type: ignore[arg-type]
+
+        reader.document = document  # type: ignore[assignment, method-assign]
+        with pytest.raises(Conflict, match="tag 'first'"):
+            rename_tag(handle, reader, "first", "new")
+        assert store.checkout("new").step == 0
+        assert store.checkout("first").step == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.cli.watch import Seen
+from ckptstore.plugins.follow.watch import Seen
 from tests.cli.running import call, environment, run_on_terminal
 
 

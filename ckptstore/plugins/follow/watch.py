@@ -8,16 +8,27 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.commits import commit_document, commit_text, first_line
-from ckptstore.cli.screen import Part, columns, to_json
-from ckptstore.core.model import CommitInfo
-from ckptstore.core.text import SECOND_NS, Table, bytes_text, count_text, seconds_text
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.maintenance.disk_space import free_bytes
-from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror_plan import all_commits, plan_between
-from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.plugin.commands import (
+    Answer,
+    Call,
+    Part,
+    columns,
+    commit_document,
+    commit_text,
+    first_line,
+    to_json,
+)
+from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.model import CommitInfo
+from ckptstore.plugin.text import SECOND_NS, Table, bytes_text, count_text, seconds_text
+from ckptstore.plugin.upkeep import (
+    Activity,
+    activities,
+    all_commits,
+    free_bytes,
+    plan_between,
+)
 
 SHOWN = 12
 """Commits on the screen; rates are of these."""
