@@ -314,7 +314,19 @@ def restored(snapshot: ckptstore.Snapshot, target: dict[str, Any], strict: bool)
         told = (str(error),)
     found = [(place, held.get(id(each))) for each, place in walked(target) if can_change(each)]
     del kept
-    return [repr(target), found, told]
+    return [shown(target), found, told]
+
+
+def shown(value: Any) -> str:
+    """Its repr, but for sets, where equal ones are alike: a copy may list its items in another
+    order."""
+    if isinstance(value, set):
+        return f"{{{sorted(value)}}}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(map(shown, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {shown(each)}' for key, each in value.items())}}}"
+    return repr(value)
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
