@@ -25,6 +25,7 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.paths import make_directories
 from ckptstore.core.process import file_lock
+from ckptstore.storage.local_files import transfer
 
 LARGEST_SHARE = 8
 """A chunk larger than this part of the limit is not kept: it would push out too much."""
@@ -185,13 +186,4 @@ class ReadCache:
 def _filled(fd: int, out: Sequence[memoryview]) -> bool:
     """Whether the file is as long as the memory of `out`; if so, fills it."""
     total = sum(memory.nbytes for memory in out)
-    if os.fstat(fd).st_size != total:
-        return False
-    rest, done = [memory.cast("B") for memory in out if memory.nbytes], 0
-    while done < total and (got := os.preadv(fd, rest, done)):
-        done += got
-        while rest and got >= rest[0].nbytes:
-            got -= rest.pop(0).nbytes
-        if got:
-            rest[0] = rest[0][got:]
-    return done == total
+    return os.fstat(fd).st_size == total and not transfer(os.preadv, fd, 0, out)
