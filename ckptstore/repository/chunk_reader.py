@@ -501,9 +501,7 @@ def read_chunks(
 def stored_patch_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> StoredPatch:
     """The verified patch at `entry` of one of the objects `keys`. Raises `Corrupt`, `NotFound` or
     `Unavailable`."""
-    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry),)))
-    if isinstance(chunk, Unread):
-        raise chunk.problem
+    chunk = _read_at(storage, keys, entry)
     assert isinstance(chunk, StoredPatch)  # by the codec of `entry`
     return chunk
 
@@ -511,9 +509,7 @@ def stored_patch_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> 
 def verify_at(storage: Storage, keys: Sequence[str], entry: PackEntry) -> None:
     """Verify the chunk at `entry` of one of the objects `keys`, a patch by its own bytes alone.
     Raises `Corrupt`, `NotFound` or `Unavailable`."""
-    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry),)))
-    if isinstance(chunk, Unread):
-        raise chunk.problem
+    _read_at(storage, keys, entry)
 
 
 def read_chunk_at(
@@ -521,12 +517,19 @@ def read_chunk_at(
 ) -> memoryview:
     """The verified raw bytes of the chunk at `entry` of one of the objects `keys`, which is no
     patch. Raises `Corrupt`, `NotFound` or `Unavailable`."""
-    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry, out),)))
-    if isinstance(chunk, Unread):
-        raise chunk.problem
+    chunk = _read_at(storage, keys, entry, out)
     if isinstance(chunk, StoredPatch):
         raise Corrupt(
             f"chunk {entry.chunk.hex()[:12]} is stored as a patch of another one; wanted a chunk "
             "that needs none"
         )
     return chunk.raw
+
+
+def _read_at(
+    storage: Storage, keys: Sequence[str], entry: PackEntry, out: memoryview | None = None
+) -> StoredChunk | StoredPatch:
+    (chunk,) = read_run(storage, keys, MergedRead((PackRead(entry, out),)))
+    if isinstance(chunk, Unread):
+        raise chunk.problem
+    return chunk
