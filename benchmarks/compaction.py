@@ -12,6 +12,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -217,13 +218,34 @@ def grouped_lz4(data: bytes, width: int) -> int:
     return min(len(compress(planes)), len(data))
 
 
+def numbers_alone(data: bytes, width: int) -> int:
+    """The bytes under pcodec, a library for columns of numbers."""
+    from pcodec import ChunkConfig, standalone
+
+    numbers = np.frombuffer(data, "<f4" if width == 4 else f"<u{width}")
+    return len(standalone.simple_compress(numbers, ChunkConfig(compression_level=8)))
+
+
+def zipped_network(data: bytes, width: int) -> int:
+    """The bytes under ZipNN, a library for weights."""
+    from zipnn import ZipNN
+
+    dtype = "bfloat16" if width == 2 else "float32"
+    return len(ZipNN(bytearray_dtype=dtype, input_format="byte").compress(bytearray(data)))
+
+
 OTHERS: dict[str, Callable[[bytes, int], int]] = {
     "zstd -3": lambda data, _: len(zstandard.compress(data, 3)),
     "zstd -19": lambda data, _: len(zstandard.compress(data, 19)),
     "xz -6": lambda data, _: len(lzma.compress(data)),
     "bytes grouped, LZ4": grouped_lz4,
 }
-"""Each is given every tensor alone."""
+OTHERS |= {
+    library: way
+    for library, way in (("pcodec", numbers_alone), ("zipnn", zipped_network))
+    if find_spec(library)
+}
+"""Each is given every tensor alone; the last ones if they are installed."""
 
 
 def others(found: Iterator[dict[str, Any]]) -> list[str]:

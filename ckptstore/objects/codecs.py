@@ -32,9 +32,9 @@ _NAMES = {"raw": RAW, "zstd": ZSTD, "split-zstd": SPLIT_ZSTD}
 
 _SAMPLED_WORDS = 4 << 10
 """Words from the middle of a chunk that are looked at to choose how."""
-_BLOCK_WORDS = 1 << 16
-"""Words that are split at a time: with what is made of them on the way, they fit a processor's own
-cache."""
+_BLOCK_BYTES = 256 << 10
+"""Bytes of words that are split at a time: with what is made of them on the way, they fit a
+processor's own cache."""
 _WORTH = 0.975
 """A plane is compressed if that leaves at most such a part of it."""
 _MATCHES_COST = 1.02
@@ -275,14 +275,25 @@ def _planes(words: Words, bases: Words | None, shift: int) -> Plane:
     """The first bytes of all words, or of their differences from `bases` and `shift`, then all
     second bytes, and so on: a row each."""
     planes = np.empty((words.itemsize, len(words)), np.uint8)
-    for start in range(0, len(words), _BLOCK_WORDS):
-        block = slice(start, start + _BLOCK_WORDS)
+    step = _BLOCK_BYTES // words.itemsize
+    for start in range(0, len(words), step):
+        block = slice(start, start + step)
         some = words[block] - (words.dtype.type(0) if bases is None else bases[block])
         some -= words.dtype.type(shift)
-        for plane in planes[:, block]:
-            plane[:] = some  # the low byte of each
-            some >>= 8 % (8 * words.itemsize)
+        _halve(some, planes[:, block])
     return planes
+
+
+def _halve(words: Words, planes: Plane) -> None:
+    """Fill a plane for each byte of `words`, which change."""
+    half = len(planes) // 2
+    if half < 2:
+        planes[0] = words  # the low byte of each
+        planes[half:] = words >> 8 * half
+        return
+    _halve(words.astype(f"<u{half}"), planes[:half])
+    words >>= 8 * half
+    _halve(words.astype(f"<u{half}"), planes[half:])
 
 
 def _list(plane: Plane) -> bytes:
@@ -290,10 +301,12 @@ def _list(plane: Plane) -> bytes:
     one before. Then the plane has the most frequent one everywhere."""
     most = np.bincount(plane[:: len(plane) // 1024 or 1]).argmax().astype(np.uint8)
     at = np.flatnonzero(plane != most)
-    distances = encode_few(np.diff(at, prepend=0).astype("<u4"))
+    distances = at.astype("<u4")
+    distances[1:] -= distances[:-1].copy()
     listed = compress(plane[at].data, ENTROPY)
     plane[:] = most
-    return b"".join((_LIST.pack(len(at), len(distances)), distances, listed))
+    coded = encode_few(distances)
+    return b"".join((_LIST.pack(len(at), len(coded)), coded, listed))
 
 
 def _fill_listed(stored: memoryview, plane: Plane) -> None:

@@ -435,15 +435,16 @@ def test_patches_stay_and_the_chunks_they_begin_with_are_coded(place: Path) -> N
         assert not store.fsck("data").findings
 
 
-def test_what_does_not_come_back_from_its_coded_form_is_not_written(
-    store: Store, place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["encode_planes", "encode_delta"])
+def test_a_codec_whose_chunks_do_not_come_back_writes_none(
+    store: Store, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    encode_delta = codecs.encode_delta
+    encode = getattr(codecs, name)
 
     def wrong(raw: memoryview, *others: Any) -> bytes:
-        return encode_delta(memoryview(bytes(raw[:-1]) + bytes([raw[-1] ^ 1])), *others)
+        return encode(memoryview(bytes(raw[:-1]) + bytes([raw[-1] ^ 1])), *others)
 
-    monkeypatch.setattr(codecs, "encode_delta", wrong)
+    monkeypatch.setattr(codecs, name, wrong)
     before = {path.name for path in files(place, "packs")}
     with pytest.raises(Corrupt, match="does not come back"):
         store.compact(POLICY)

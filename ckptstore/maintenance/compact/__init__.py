@@ -1,7 +1,8 @@
 """Compaction: code the chunks of old commits smaller, beside everything else (docs/compact.md).
 
-A chunk is read and compared with its id, coded, and decoded again before it is written. Such copies
-lie in packs of their own, durable before a `register` entry lists them; no pack is condemned by it.
+A chunk is read and compared with its id, and coded; some are decoded again before they are written.
+Such copies lie in packs of their own, durable before a `register` entry lists them; no pack is
+condemned by it.
 Then a gc that purges nothing finds two copies of each of those chunks. It keeps the coded one
 and deletes the packs of the other, or copies what is left in them. It reads copies that another
 process wrote, and no others. So compaction changes nothing that a gc does not change, and may be
@@ -28,7 +29,6 @@ from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.log.entries import Settings
 from ckptstore.maintenance import Progress, silent
-from ckptstore.maintenance.compact.checked import CheckedWriter
 from ckptstore.maintenance.compact.coding import (
     Candidates,
     Coded,
@@ -382,7 +382,7 @@ class _Compaction:
     def _code(self, work: Iterable[Strip], packs: PackSet, stop_at: float) -> None:
         """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
         with packs.writing() as writer:
-            coder = StripCoder(self._handle.objects, CheckedWriter(writer), self._coded)
+            coder = StripCoder(self._handle.objects, writer, self._coded)
             for group, strip in work:
                 with self._unless_purged(group.commits):
                     chunks = self._candidates.of(strip)

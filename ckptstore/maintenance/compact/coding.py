@@ -18,14 +18,15 @@ from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack
-from ckptstore.maintenance.compact.checked import CheckedPack, CheckedWriter
 from ckptstore.maintenance.compact.plan import ChunkSlot, choose_base
 from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.maintenance.mover import fill, memory_for
 from ckptstore.objects import codecs
+from ckptstore.objects.frames import Stored
 from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.pack_writer import OpenPack, PackWriter
 from ckptstore.repository.thread_pool import Scratch
 
 if TYPE_CHECKING:
@@ -35,16 +36,23 @@ WORTH = 0.95
 """A chunk is stored anew if that takes at most this share of what it takes now, and as a difference
 if that takes at most this share of what its planes take."""
 
+CHECKED_PLACES = 8
+"""Of so many places of a strip, the chunks of one are decoded before they are written, bases and
+differences: of all, that would take a fifth of the time. A codec that is wrong for a kind of number
+is noticed so. One that is wrong for single chunks, of which none is known, is not."""
+
 SAMPLED_BYTES = 256 << 20
 SAMPLED_PLACES = 8
 """After so many bytes, an estimate reads one place of so many."""
 
 
 class Chunk(NamedTuple):
-    """A chunk to code: its commit's number in the group, and how it is stored now."""
+    """A chunk to code: its commit's number in the group, that of its leaf, and how it is stored
+    now."""
 
     member: int
     id: ChunkId
+    leaf: int
     stored_bytes: int
     raw_bytes: int
     width: int
@@ -102,8 +110,8 @@ class Candidates:
         found = []
         for place in strip:
             first = {chunk: n for n, chunk in reversed(place.chunks) if chunk in free}
-            chunks = sorted(Chunk(n, chunk, *free[chunk]) for chunk, n in first.items())
-            found.append([each for each in chunks if each[3:] == chunks[0][3:]])
+            chunks = sorted(Chunk(n, each, place.leaf, *free[each]) for each, n in first.items())
+            found.append([each for each in chunks if each[4:] == chunks[0][4:]])
             for chunk in first:
                 free.pop(chunk)
         return [chunks for chunks in found if chunks]
@@ -138,23 +146,39 @@ _Raw: TypeAlias = tuple[Chunk, memoryview]
 
 @dataclass(slots=True)
 class _Base:
-    """The base of a place. Its record's number is None as long as it has none."""
+    """The base of a place. Its record's number is None as long as it has none. Its chunks are
+    `checked` if they are decoded again."""
 
     chunk: Chunk
     raw: memoryview
     planes: codecs.Sample
+    checked: bool = False
     record: int | None = None
 
 
-def _best(chunk: Chunk, raw: memoryview, base: _Base) -> tuple[int, codecs.Sample] | None:
-    """How to store a chunk, by a sample of it, and of the base where that is not the difference
-    from it; None if what there is takes as little. Planes of all chunks of a place are alike."""
-    codec, sampled = codecs.SPLIT_ZSTD, base.planes
-    if chunk.id != base.chunk.id:
-        delta = codecs.sample(raw, chunk.width, base.raw)
-        if delta.share <= WORTH * sampled.share:
-            codec, sampled = codecs.DELTA, delta
-    return (codec, sampled) if _worth(chunk, sampled.share * len(raw)) else None
+class Samples:
+    """How to store the chunks of a strip, by samples: one for those that a commit has of one leaf,
+    if their elements have one width."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int | None, int, int], codecs.Sample] = {}
+
+    def of(self, chunk: Chunk, raw: memoryview, base: _Base | None = None) -> codecs.Sample:
+        """What planes, or with `base` differences, would leave of chunks like this one."""
+        key = chunk.member if base else None, chunk.leaf, chunk.width
+        if key not in self._found:
+            self._found[key] = codecs.sample(raw, chunk.width, base.raw if base else None)
+        return self._found[key]
+
+    def best(self, chunk: Chunk, raw: memoryview, base: _Base) -> tuple[int, codecs.Sample] | None:
+        """How to store a chunk; None if what there is takes as little. Planes of all chunks of a
+        place are alike."""
+        codec, sampled = codecs.SPLIT_ZSTD, base.planes
+        if chunk.id != base.chunk.id:
+            delta = self.of(chunk, raw, base)
+            if delta.share <= WORTH * sampled.share:
+                codec, sampled = codecs.DELTA, delta
+        return (codec, sampled) if _worth(chunk, sampled.share * len(raw)) else None
 
 
 def _worth(chunk: Chunk, nbytes: float) -> bool:
@@ -164,20 +188,24 @@ def _worth(chunk: Chunk, nbytes: float) -> bool:
 class StripCoder:
     """Codes strips on one thread, into packs of its own."""
 
-    def __init__(self, objects: ObjectStore, writer: CheckedWriter, coded: Coded) -> None:
+    def __init__(self, objects: ObjectStore, writer: PackWriter, coded: Coded) -> None:
         self._objects, self._writer, self._coded = objects, writer, coded
-        self._pack: CheckedPack
+        self._pack: OpenPack
+        self._samples: Samples
         self._scratch = Scratch()
 
     def code(self, places: Sequence[Sequence[Chunk]], key: int, done: set[ChunkId]) -> None:
         """Code the candidates of each place; those that were are added to `done`."""
         total = sum(chunk.raw_bytes for chunks in places for chunk in chunks)
-        self._pack = self._writer.pack_with_room(total)
+        self._pack, self._samples = self._writer.pack_with_room(total), Samples()
         base_of = {
             chunk: base for chunks in places for base in [_base(chunks, key)] for chunk in chunks
         }
         with self._read(list(dict.fromkeys(base_of.values()))) as read:
-            bases = {chunk: self._store_base(chunk, raw) for chunk, raw in read}
+            bases = {
+                chunk: self._store_base(chunk, raw, checked=n % CHECKED_PLACES == 0)
+                for n, (chunk, raw) in enumerate(read)
+            }
             self._pack.flush()
             for member in sorted({chunk.member for chunk in base_of}):
                 self._code_member(
@@ -196,47 +224,56 @@ class StripCoder:
                 self._store(chunk, raw, base_of[chunk])
             self._pack.flush()
 
-    def _store_base(self, chunk: Chunk, raw: memoryview) -> _Base:
+    def _store_base(self, chunk: Chunk, raw: memoryview, *, checked: bool) -> _Base:
         """Store a base, if that is worth it."""
-        base = _Base(chunk, raw, codecs.sample(raw, chunk.width))
+        base = _Base(chunk, raw, self._samples.of(chunk, raw), checked)
         base.record = self._store(chunk, raw, base)
         return base
 
     def _store(self, chunk: Chunk, raw: memoryview, base: _Base) -> int | None:
         """Store a chunk, if that is worth it; the number of its record. If it is a difference, its
         base is written before, also where that makes it no smaller."""
-        if (best := _best(chunk, raw, base)) is None:
+        if (best := self._samples.best(chunk, raw, base)) is None:
             return None
         codec, sampled = best
         if codec == codecs.SPLIT_ZSTD:
-            stored = codecs.encode_planes(raw, chunk.width, sampled)
-            if not _worth(chunk, len(stored)):
-                return None
-            return self._append(chunk, raw, codec, stored, is_base=chunk.id == base.chunk.id)
+            stored: Stored = codecs.encode_planes(raw, chunk.width, sampled)
+            worth = _worth(chunk, len(stored))
+            return self._append(chunk, raw, codec, stored, base) if worth else None
         if base.record is None:
             used, whole = codecs.encode(codecs.SPLIT_ZSTD, base.raw, chunk.width)
-            base.record = self._append(base.chunk, base.raw, used, whole, is_base=True)
+            base.record = self._append(base.chunk, base.raw, used, whole, base)
         entry = self._pack.entries[base.record]
         at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
         stored = codecs.encode_delta(raw, base.raw, at, chunk.width, sampled)
-        return self._append(chunk, raw, codec, stored, base.record)
+        return self._append(chunk, raw, codec, stored, base)
 
     def _append(
-        self,
-        chunk: Chunk,
-        raw: memoryview,
-        codec: int,
-        stored: memoryview | bytes,
-        base: int = NO_BASE,
-        *,
-        is_base: bool = False,
+        self, chunk: Chunk, raw: memoryview, codec: int, stored: Stored, base: _Base
     ) -> int:
-        offset, nbytes = self._pack.offset, len(stored)
+        """Queue a coded chunk; the number of its record."""
+        offset, nbytes, width = self._pack.offset, len(stored), chunk.width
+        number = base.record if codec == codecs.DELTA and base.record is not None else NO_BASE
         entry = PackEntry(
-            chunk.id, checksum(raw), offset, nbytes, len(raw), codec, chunk.width, TENSOR, base
+            chunk.id, checksum(raw), offset, nbytes, len(raw), codec, width, TENSOR, number
         )
-        self._coded.add(chunk, nbytes, delta=base != NO_BASE)
-        return self._pack.put(entry, stored, is_base=is_base)
+        if base.checked:
+            self._check(entry, stored, base.raw)
+        self._coded.add(chunk, nbytes, delta=number != NO_BASE)
+        return self._pack.put(entry, stored)
+
+    def _check(self, entry: PackEntry, stored: Stored, base: memoryview) -> None:
+        """Raise `Corrupt` unless a coded chunk decodes to what it was made of."""
+        with self._scratch.lend(entry.raw_bytes) as raw:
+            if entry.base == NO_BASE:
+                codecs.decode_into(entry.codec, stored, raw, entry.width)
+            else:
+                codecs.decode_delta(stored, base, raw, entry.width)
+            if checksum(raw) != entry.checksum:
+                raise Corrupt(
+                    f"chunk {entry.chunk.hex()[:12]} does not come back from what was made of it, "
+                    "so it stays as it was; test this host's memory, and report it"
+                )
 
     def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[_Raw]]:
         """Raw bytes of those chunks that can be read, for the duration of a block."""
@@ -285,9 +322,10 @@ def estimate(
 def _estimate_place(read: Sequence[_Raw], coded: Coded, times: float) -> None:
     """Add what coding the chunks of a place would do, so many times; the first is the base."""
     chunk, raw = read[0]
-    base, written = _Base(chunk, raw, codecs.sample(raw, chunk.width)), False
+    samples, written = Samples(), False
+    base = _Base(chunk, raw, samples.of(chunk, raw))
     for chunk, raw in read:
-        if (best := _best(chunk, raw, base)) is None:
+        if (best := samples.best(chunk, raw, base)) is None:
             continue
         delta = best[0] == codecs.DELTA
         coded.add(chunk, best[1].share * len(raw), delta=delta, times=times)

@@ -86,8 +86,10 @@ class Group:
 
 
 class ChunkSlot(NamedTuple):
-    """One place of a leaf: the chunks that the commits of a group have there, by number."""
+    """One place of the leaf of number `leaf`: the chunks that the commits of a group have there, by
+    number."""
 
+    leaf: int
     chunks: tuple[tuple[int, ChunkId], ...]
 
 
@@ -147,9 +149,10 @@ def places(trees: Sequence[Mapping[str, Tree]]) -> Iterator[ChunkSlot]:
                     path, dtype = tree.schema.paths[i], tree.schema.dtypes[i]
                     like = path, dtype, tree.schema.shapes[i], content.boxes, len(content.ids)
                     leaves.setdefault(like, []).append((number, content.ids))
-    for held in leaves.values():
+    for leaf, held in enumerate(leaves.values()):
         for at in range(0, len(held[0][1]), CHUNK_ID_BYTES):
-            yield ChunkSlot(tuple((n, ChunkId(ids[at : at + CHUNK_ID_BYTES])) for n, ids in held))
+            chunks = ((n, ChunkId(ids[at : at + CHUNK_ID_BYTES])) for n, ids in held)
+            yield ChunkSlot(leaf, tuple(chunks))
 
 
 def strips(
