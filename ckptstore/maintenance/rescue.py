@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from ckptstore.core.config import MIB, RUN_BYTES
 from ckptstore.core.forks import cached_property
@@ -193,10 +193,17 @@ def read_source(source: Source) -> memoryview:
     except Corrupt:
         if entry.codec == codecs.RAW and entry.stored_bytes <= FLIP_BYTES_MAX:
             stored = storage.read(key, entry.offset, entry.offset + entry.stored_bytes)
-            for data in flipped(stored):
-                if digest(data) == entry.chunk:
-                    return memoryview(data)
+            mended = _mended(bytes(stored or b""), entry.chunk)
+            if mended is not None:
+                return memoryview(mended)
         raise
+
+
+@lru_cache(maxsize=64)
+def _mended(stored: bytes, chunk: ChunkId) -> bytes | None:
+    """`stored` with the one bit flipped back that makes it `chunk`, if there is one. Each round of
+    a repair asks again for what stays damaged, and the search takes a digest for each bit."""
+    return next((data for data in flipped(stored) if digest(data) == chunk), None)
 
 
 def _read_table(storage: Storage, key: str) -> FooterTable:
