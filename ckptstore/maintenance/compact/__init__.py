@@ -1,8 +1,7 @@
 """Compaction: code the chunks of old commits smaller, beside everything else (docs/compact.md).
 
-A chunk is read and compared with its id, and coded; some are decoded again before they are written.
-Such copies lie in packs of their own, durable before a `register` entry lists them; no pack is
-condemned by it.
+A chunk is read and compared with its id, coded, and decoded again before it is written. Such copies
+lie in packs of their own, durable before a `register` entry lists them; no pack is condemned by it.
 Then a gc that purges nothing finds two copies of each of those chunks. It keeps the coded one
 and deletes the packs of the other, or copies what is left in them. It reads copies that another
 process wrote, and no others. So compaction changes nothing that a gc does not change, and may be

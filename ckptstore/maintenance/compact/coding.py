@@ -36,11 +36,6 @@ WORTH = 0.95
 """A chunk is stored anew if that takes at most this share of what it takes now, and as a difference
 if that takes at most this share of what its planes take."""
 
-CHECKED_PLACES = 8
-"""Of so many places of a strip, the chunks of one are decoded before they are written, bases and
-differences: of all, that would take a fifth of the time. A codec that is wrong for a kind of number
-is noticed so. One that is wrong for single chunks, of which none is known, is not."""
-
 SAMPLED_BYTES = 256 << 20
 SAMPLED_PLACES = 8
 """After so many bytes, an estimate reads one place of so many."""
@@ -146,13 +141,11 @@ _Raw: TypeAlias = tuple[Chunk, memoryview]
 
 @dataclass(slots=True)
 class _Base:
-    """The base of a place. Its record's number is None as long as it has none. Its chunks are
-    `checked` if they are decoded again."""
+    """The base of a place. Its record's number is None as long as it has none."""
 
     chunk: Chunk
     raw: memoryview
     planes: codecs.Sample
-    checked: bool = False
     record: int | None = None
 
 
@@ -202,10 +195,7 @@ class StripCoder:
             chunk: base for chunks in places for base in [_base(chunks, key)] for chunk in chunks
         }
         with self._read(list(dict.fromkeys(base_of.values()))) as read:
-            bases = {
-                chunk: self._store_base(chunk, raw, checked=n % CHECKED_PLACES == 0)
-                for n, (chunk, raw) in enumerate(read)
-            }
+            bases = {chunk: self._store_base(chunk, raw) for chunk, raw in read}
             self._pack.flush()
             for member in sorted({chunk.member for chunk in base_of}):
                 self._code_member(
@@ -224,9 +214,9 @@ class StripCoder:
                 self._store(chunk, raw, base_of[chunk])
             self._pack.flush()
 
-    def _store_base(self, chunk: Chunk, raw: memoryview, *, checked: bool) -> _Base:
+    def _store_base(self, chunk: Chunk, raw: memoryview) -> _Base:
         """Store a base, if that is worth it."""
-        base = _Base(chunk, raw, self._samples.of(chunk, raw), checked)
+        base = _Base(chunk, raw, self._samples.of(chunk, raw))
         base.record = self._store(chunk, raw, base)
         return base
 
@@ -257,8 +247,7 @@ class StripCoder:
         entry = PackEntry(
             chunk.id, checksum(raw), offset, nbytes, len(raw), codec, width, TENSOR, number
         )
-        if base.checked:
-            self._check(entry, stored, base.raw)
+        self._check(entry, stored, base.raw)
         self._coded.add(chunk, nbytes, delta=number != NO_BASE)
         return self._pack.put(entry, stored)
 

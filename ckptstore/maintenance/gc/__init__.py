@@ -61,9 +61,9 @@ class GcOptions:
     merged although that costs more than it gains. What was forgotten less than `grace_s` ago, by
     the clocks of this host and of the one that forgot it, stays, but for the commits `at_once`.
     With `force`, condemned packs are deleted although commits in flight may have to write their
-    chunks again. The chunks of the packs `verified` need not be read before they are kept: this
-    process has just written them, and has compared with their ids what it made them of. Packs of
-    which the share `empty` is dead are copied, however little that is of the store."""
+    chunks again. The chunks of the packs `verified` need not be read before they are kept: their
+    writer, this process, has decoded each before it wrote it. Packs of which the share `empty` is
+    dead are copied, however little that is of the store."""
 
     max_unused: float = MAX_UNUSED
     max_repack_bytes: int | None = None
