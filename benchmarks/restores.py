@@ -48,7 +48,8 @@ class Restores:
 
     def restore_unverified(self) -> None:
         """What nobody can ask for: the chunk reader takes every chunk for right."""
-        with mock.patch.object(chunk_reader, "_mismatch", return_value=None):
+        name = chunk_reader._verified.__name__  # mypy notices when it is called otherwise
+        with mock.patch.object(chunk_reader, name, lambda key, found, verify_ids: found):
             self.restore()
 
     def acts(self) -> list[tuple[str, Path, Callable[[], object]]]:
