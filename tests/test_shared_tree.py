@@ -203,6 +203,9 @@ def check_difference(store: Store, old: dict[str, Any], new: dict[str, Any]) -> 
     both = before.keys() & after.keys()
     equal = {path for path in both if same(content(before[path]), content(after[path]))}
     assert found == (before.keys() | after.keys()) - equal
+    found_in_order = [change.path for change in store.diff(1, 2).changes]
+    added = [path for path in after if path in found]
+    assert found_in_order == added + [path for path in before if path in found - after.keys()]
 
 
 @settings(max_examples=25)
@@ -267,6 +270,7 @@ def schemas(state: dict[str, Any]) -> list[tuple[str, Schema]]:
     return [(key, flat.schema) for key, flat in sorted(flatten(state).items())]
 
 
+@settings(max_examples=25)
 @given(states())
 def test_a_walk_makes_the_tree_that_keys_share(state: dict[str, Any]) -> None:
     apart = {tree.key: tree for tree in stored_trees(map(described, flatten(state).items()))}
