@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from ckptstore.core.forks import cached_property
 from ckptstore.core.geometry import box_of_region
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import Box, CommitDocument, CommitInfo, Shape
+from ckptstore.core.model import SHARED, Box, CommitDocument, CommitInfo, Node, Shape
 from ckptstore.core.text import near
 from ckptstore.errors import InvalidInput, NotFound, Thinned
 from ckptstore.log.resolve import Resolved, nearest_first
@@ -73,6 +73,7 @@ class CommitContents:
         self.before_write, self._nearest = before_write, nearest
         self.on_close: Callable[[], None] = lambda: None
         self._trees: Trees = trees or {}
+        self._is_part = trees is not None
         self._expanded: Trees = {}
         self._some_plain = any("plain" in tree.schema.kinds for tree in self._trees.values())
         self._told = False
@@ -95,6 +96,24 @@ class CommitContents:
             self._read_trees(self.document.keys)
         return {key: self._trees[key] for key in self.document.keys}
 
+    @property
+    def joined_trees(self) -> Trees:
+        """As `stored_trees`, but keys that share a tree are in that one, under its name. Where some
+        of the keys were taken, each has its own."""
+        if self._is_part:
+            return self.stored_trees
+        read = self.reader.trees(self.document.trees)
+        if SHARED in read and not _has_all(read[SHARED], self.document.sharing):
+            self.reader.by_key(self.document)  # raises what names the key
+        return {name: self._own(tree) for name, tree in read.items()}
+
+    def apart(self, states: dict[str, Any]) -> dict[str, Any]:
+        """The state of each key, in order, from those of `joined_trees`."""
+        if self._is_part:
+            return states
+        found = {**states, **states.get(SHARED, {})}
+        return {key: found[key] for key in self.keys}
+
     def tree(self, key: str) -> Tree:
         """Schema and content of one key, as in `trees`. Raises `NotFound`."""
         return self._below(self.stored_tree(key))
@@ -116,13 +135,13 @@ class CommitContents:
             self._expanded[tree.key] = self._with_values(tree, tree.plain)
         return self._expanded[tree.key] if tree.plain else tree
 
-    def below_all_but(self, whole: Collection[str]) -> Trees:
-        """As `trees`, but plain leaves of these paths stay one leaf each."""
+    def below_all_but(self, whole: Collection[str], trees: Trees) -> Trees:
+        """`trees` of this commit with what is below plain leaves, but for those of these paths."""
         return {
             key: self._with_values(
                 tree, [i for i in tree.plain if tree.schema.paths[i] not in whole]
             )
-            for key, tree in self.stored_trees.items()
+            for key, tree in trees.items()
         }
 
     def restored_to(self, app_state: Mapping[str, Any]) -> Trees:
@@ -133,7 +152,7 @@ class CommitContents:
             return stored
         from ckptstore.restore.plain import whole_in
 
-        return self.below_all_but(whole_in(stored, app_state))
+        return self.below_all_but(whole_in(stored, app_state), stored)
 
     def _with_values(self, tree: Tree, leaves: Sequence[int]) -> Tree:
         if not leaves:
@@ -261,13 +280,22 @@ class CommitContents:
         )
 
 
-def differing(before: CommitContents, after: CommitContents) -> tuple[Trees, Trees]:
+def _has_all(shared: Tree, keys: Sequence[str]) -> bool:
+    """Whether a tree is one that `keys` share."""
+    node = shared.schema.skeleton
+    return isinstance(node, Node) and node.type == "dict" and {*keys} <= {*(node.keys or ())}
+
+
+def differing(
+    before: CommitContents, after: CommitContents, *, by_key: bool = False
+) -> tuple[Trees, Trees]:
     """The trees of two commits that are to be compared: with what is below those plain leaves that
-    differ."""
-    one, other = (_plain_contents(each.stored_trees) for each in (before, after))
+    differ. Keys that share a tree are in one, unless `by_key`."""
+    old, new = (each.stored_trees if by_key else each.joined_trees for each in (before, after))
+    one, other = _plain_contents(old), _plain_contents(new)
     whole = {path for path, content in one.items() if other.get(path, "") == content}
     whole |= {path for found in (one, other) for path in found if found[path] is None}
-    return before.below_all_but(whole), after.below_all_but(whole)
+    return before.below_all_but(whole, old), after.below_all_but(whole, new)
 
 
 def _plain_contents(trees: Trees) -> dict[str, object]:
@@ -275,6 +303,7 @@ def _plain_contents(trees: Trees) -> dict[str, object]:
     return {
         tree.schema.paths[i]: tree.content_key(i)
         for tree in trees.values()
+        if "plain" in tree.schema.kinds
         for i, kind in enumerate(tree.schema.kinds)
         if kind == "plain"
     }

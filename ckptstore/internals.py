@@ -87,9 +87,9 @@ def flats_of(
     """The flattened state; with `peers`, this rank's part of one."""
     # Globs may name what is below.
     plain = peers is None or not (ranks.replicated or ranks.private)
-    flats = flatten(app_state, allow_pickle=allow_pickle, ranks=peers is not None, plain=plain)
     if peers is None:
-        return flats
+        return flatten(app_state, allow_pickle=allow_pickle, plain=plain, shared=True)
+    flats = flatten(app_state, allow_pickle=allow_pickle, ranks=True, plain=plain)
     globs = Globs(tuple(ranks.replicated), tuple(ranks.private), ranks.compare)
     return marked(app_state, flats, globs)
 

@@ -290,7 +290,7 @@ class Snapshot:
     def _sharing(self, operation: RestoreOperation) -> "Broadcast":
         from ckptstore.distributed.shared_reads import Broadcast
 
-        trees = self._contents.stored_trees.values()
+        trees = self._contents.joined_trees.values()
         ids = b"".join(content.ids for tree in trees for content in tree.contents)
         return Broadcast(self._contents.reader, operation.reading, ids)
 
@@ -431,7 +431,7 @@ class Snapshot:
         if select is not None:
             trees = self._trees if key is None else {key: self._contents.tree(key)}
         elif key is None:
-            trees = self._contents.stored_trees
+            trees = self._contents.joined_trees
         else:
             trees = {key: self._contents.stored_tree(key)}
         views = whole(trees) if select is None else selected(trees, select, self.id)
@@ -444,12 +444,14 @@ class Snapshot:
             allow_pickle=allow_pickle,
             memory_budget_bytes=memory_budget_bytes,
         )
-        return states if key is None else states[key]
+        if key is not None:
+            return states[key]
+        return states if select is not None else self._contents.apart(states)
 
     def verify(self) -> None:
         """Read every chunk from the store, past a read cache, and compare it with its id. Raises
         `Corrupt` or `NotFound` for the first that fails."""
-        self._contents.reader.verify(self._contents.stored_trees.values(), self.id)
+        self._contents.reader.verify(self._contents.joined_trees.values(), self.id)
 
     def materialize(
         self, directory: "str | os.PathLike[str]", *, select: str = "*"

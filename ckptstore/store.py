@@ -523,7 +523,7 @@ class Store(Maintenance):
     def diff(self, a: AnyRef, b: AnyRef) -> Difference:
         """Compare the commits `a` and `b` leaf by leaf."""
         before, after = (contents_of(self.checkout(ref)) for ref in (a, b))
-        return compare(*differing(before, after))
+        return compare(*differing(before, after), old_keys=before.keys, new_keys=after.keys)
 
     def flush_mirror(self, timeout_s: float | None = None) -> bool:
         """Wait until the mirror has all commits and tags made so far; True if there is no mirror.

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.core.model import SHARED, Node, Schema
+from ckptstore.commit.transaction import TreeContent, stored_trees
+from ckptstore.core.model import SHARED, LeafContent, Node, Schema
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Thinned
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.objects.schema import decode_schema, encode_schema, join_schemas, parts_of
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import segment
+from ckptstore.state.leaf_sources import FlatState, segment
 from ckptstore.store import Store
 from tests.golden.reader import reader
 
@@ -202,6 +203,9 @@ def check_difference(store: Store, old: dict[str, Any], new: dict[str, Any]) -> 
     both = before.keys() & after.keys()
     equal = {path for path in both if same(content(before[path]), content(after[path]))}
     assert found == (before.keys() | after.keys()) - equal
+    found_in_order = [change.path for change in store.diff(1, 2).changes]
+    added = [path for path in after if path in found]
+    assert found_in_order == added + [path for path in before if path in found - after.keys()]
 
 
 @settings(max_examples=25)
@@ -264,6 +268,24 @@ def test_what_a_thinning_leaves_is_read(state: dict[str, Any], data: st.DataObje
 
 def schemas(state: dict[str, Any]) -> list[tuple[str, Schema]]:
     return [(key, flat.schema) for key, flat in sorted(flatten(state).items())]
+
+
+@settings(max_examples=25)
+@given(states())
+def test_a_walk_makes_the_tree_that_keys_share(state: dict[str, Any]) -> None:
+    apart = {tree.key: tree for tree in stored_trees(map(described, flatten(state).items()))}
+    together = {tree.key: tree for tree in map(described, flatten(state, shared=True).items())}
+    assert together.keys() == apart.keys()
+    for name, tree in together.items():
+        assert tree.schema == apart[name].schema and tree.contents == apart[name].contents
+        assert tree.keys == (tuple(state) if name == SHARED else ())
+
+
+def described(found: tuple[str, FlatState]) -> TreeContent:
+    """A tree with its bytes in place of chunks."""
+    key, flat = found
+    contents = [LeafContent(inline=source.read_all()) for source in flat.leaves]
+    return TreeContent(key, flat.schema, contents, flat.keys)
 
 
 @given(states())

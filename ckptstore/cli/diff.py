@@ -1,6 +1,7 @@
 """`ckptstore diff`: what changed from one commit to another, by leaf, by pattern or by key."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call
@@ -13,7 +14,7 @@ from ckptstore.cli.commits import (
 )
 from ckptstore.cli.commits import fold as folded
 from ckptstore.cli.screen import Hint, Part, columns, fields_of
-from ckptstore.contents import contents_at, differing
+from ckptstore.contents import Trees, contents_at, differing
 from ckptstore.core.text import Column, Table
 from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
 
@@ -26,13 +27,14 @@ def diff(call: Call) -> Answer:
     store = call.open(*refs)
     old, new = (find_info(call, store, ref) for ref in refs)
     reader = reader_of(call, store)
-    before, after = differing(*(contents_at(store, reader, info) for info in (old, new)))
-    found = compare(before, after)
+    was, now = (contents_at(store, reader, info) for info in (old, new))
+    found = compare(*differing(was, now), old_keys=was.keys, new_keys=now.keys)
+    apart = partial(differing, was, now, by_key=True)
     page: list[Part] = [Hint(f"from {commit_text(old)} to {commit_text(new)}")]
     if call.args.stat:
-        page += [_stat(before, after), found.summary]
+        page += [_stat(*apart()), found.summary]
     elif found.changes:
-        page += _listed(found, before, after, fold=call.args.fold)
+        page += _listed(found, apart, fold=call.args.fold)
     else:
         page.append(found.summary)
     document = {
@@ -44,11 +46,7 @@ def diff(call: Call) -> Answer:
 
 
 def _listed(
-    found: Difference,
-    before: Mapping[str, "Tree"],
-    after: Mapping[str, "Tree"],
-    *,
-    fold: bool | None,
+    found: Difference, apart: Callable[[], "tuple[Trees, Trees]"], *, fold: bool | None
 ) -> list[Part]:
     """The changes, folded if they are many, or if they still are, sums per key and what is more
     than another content of a tensor; and the summary."""
@@ -58,7 +56,7 @@ def _listed(
     if fold or len(everything.rows) <= FOLD_ABOVE:
         return [everything, found.summary]
     notable = _folded([change for change in found.changes if not _is_content(change)])
-    page: list[Part] = [_stat(before, after)]
+    page: list[Part] = [_stat(*apart())]
     if 0 < len(notable.rows) <= FOLD_ABOVE:
         page.append(notable)
     advice = "--fold lists all changed leaves by pattern, --all one by one"

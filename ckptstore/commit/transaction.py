@@ -106,19 +106,21 @@ class Committed:
 
 
 class TreeContent(NamedTuple):
-    """One key of a state whose chunks are packed: its schema, and its leaves' contents in order."""
+    """One key of a state whose chunks are packed, or the tree that some share: its schema, and its
+    leaves' contents in order. A shared tree has the `keys` of the state."""
 
     key: str
     schema: Schema
     contents: Sequence[LeafContent]
+    keys: tuple[str, ...] = ()
 
 
 def stored_trees(trees: Iterable[TreeContent]) -> Iterator[TreeContent]:
     """The trees as they are stored, by their names: keys of plain values share one
-    (docs/format.md §7)."""
+    (docs/format.md §7). One that is shared stays as it is."""
     sharing: list[TreeContent] = []
     for tree in trees:
-        if tree.key == SHARED or is_plain_node(tree.schema.skeleton):
+        if not tree.keys and (tree.key == SHARED or is_plain_node(tree.schema.skeleton)):
             sharing.append(tree)
         else:
             yield tree
@@ -127,6 +129,11 @@ def stored_trees(trees: Iterable[TreeContent]) -> Iterator[TreeContent]:
         schema = join_schemas([(tree.key, tree.schema) for tree in sharing])
         contents = [content for tree in sharing for content in tree.contents]
         yield TreeContent(SHARED, schema, contents)
+
+
+def _keys_of(trees: Sequence[TreeContent]) -> tuple[str, ...]:
+    """The keys of the state, in its order."""
+    return next((tree.keys for tree in trees if tree.keys), tuple(tree.key for tree in trees))
 
 
 def logical_bytes(trees: Sequence[TreeContent]) -> int:
@@ -394,7 +401,7 @@ class Transaction:
             parents=label.parents or self._to.log.replay().runs.get(label.run, ())[-1:],
             metrics=label.metrics,
             tags=label.tags,
-            keys=tuple(tree.key for tree in trees),
+            keys=_keys_of(trees),
             trees=refs,
             layout=layout_id,
             content=content_id(refs),
@@ -492,7 +499,7 @@ class Transaction:
             chunks[chunk] = data, kind
             return chunk
 
-        for name, schema, contents in trees:
+        for name, schema, contents, _ in trees:
             schema_id = add(self._to.schemas.encode(name, schema), SCHEMA)
             pages = split_pages(schema.kinds, contents)
             refs.append((name, TreeRef(schema_id, tuple(add(page, PAGE) for page in pages))))
@@ -545,7 +552,7 @@ def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Ite
             else LeafContent(ids=ids[first + i], raw_bytes=source.nbytes)
             for i, source in enumerate(flat.leaves)
         ]
-        yield TreeContent(key, flat.schema, contents)
+        yield TreeContent(key, flat.schema, contents, flat.keys)
 
 
 class WholeCommitter:

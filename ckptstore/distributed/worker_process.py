@@ -75,7 +75,7 @@ def state_to(
         "started": request.started,
         "asked": request.asked,
         "description": encode_description(flats, schemas),
-        "sources": [[key, *_sources_to(flat)] for key, flat in flats.items()],
+        "sources": [[key, *_sources_to(flat), flat.keys] for key, flat in flats.items()],
         "group": None,
     }
 
@@ -91,7 +91,7 @@ def state_from(
     sources = {key: rows for key, *rows in message["sources"]}
     flats = {}
     for tree in trees:
-        leaves, held = sources[tree.key]
+        leaves, held, keys = sources[tree.key]
         parts = {
             n: tuple((Box(*tuples(box)), _leaf_from(arena, *leaf)) for box, *leaf in boxes)
             for n, boxes in held
@@ -101,6 +101,7 @@ def state_from(
             [_leaf_from(arena, *leaf) for leaf in leaves],
             {n: HeldLeaf(holding, parts[n]) for n, holding in tree.held.items()},
             tree.marks,
+            tuple(keys),
         )
     return label, flats
 

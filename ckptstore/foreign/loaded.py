@@ -188,7 +188,7 @@ class Placeholders:
         from ckptstore.state.flatten import flatten
         from ckptstore.state.tensors import TensorSource
 
-        flats = dict(flatten(app_state, allow_pickle=allow_pickle))
+        flats = flatten(app_state, allow_pickle=allow_pickle, shared=True)
         for flat in flats.values():
             for i, leaf in enumerate(flat.leaves):
                 if isinstance(leaf, TensorSource):

@@ -10,6 +10,7 @@ from ckptstore.core.text import Column, Table, bytes_text
 from ckptstore.errors import Corrupt
 from ckptstore.objects import canonical
 from ckptstore.restore.reader import Tree
+from ckptstore.state.leaf_sources import segment
 
 Change: TypeAlias = Literal["added", "removed", "changed"]
 
@@ -148,9 +149,16 @@ class LeafAt(NamedTuple):
         )
 
 
-def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference:
-    """Compares the leaves of `after` in order, then those only in `before`."""
-    old, new = _leaves(before), _leaves(after)
+def compare(
+    before: Mapping[str, Tree],
+    after: Mapping[str, Tree],
+    *,
+    old_keys: Sequence[str] = (),
+    new_keys: Sequence[str] = (),
+) -> Difference:
+    """Compares the leaves of `after` in order, then those only in `before`. Trees may be in
+    another order than the keys of the states, which is that of `old_keys` and `new_keys`."""
+    old, new = _leaves(before, old_keys), _leaves(after, new_keys)
     thinned = tuple(path for path, leaf in new.items() if _is_thinned(old.get(path), leaf))
     left = new.keys() - set(thinned)
     changes = [
@@ -167,10 +175,14 @@ def compare(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Difference
     return Difference(tuple(changes), unchanged, thinned)
 
 
-def _leaves(trees: Mapping[str, Tree]) -> dict[str, LeafAt]:
-    return {
+def _leaves(trees: Mapping[str, Tree], keys: Sequence[str]) -> dict[str, LeafAt]:
+    found = {
         path: LeafAt(tree, i) for tree in trees.values() for i, path in enumerate(tree.schema.paths)
     }
+    if len(keys) < 2:
+        return found
+    places = {segment(key): place for place, key in enumerate(keys)}
+    return {path: found[path] for path in sorted(found, key=lambda p: places[p.partition("/")[0]])}
 
 
 def _change(path: str, old: LeafAt | None, new: LeafAt) -> LeafChange | None:

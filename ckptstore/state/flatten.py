@@ -8,17 +8,16 @@ are encoded immediately.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from types import GeneratorType, ModuleType
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import LeafKind, Node, Schema, Shape
+from ckptstore.core.model import SHARED, LeafKind, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.objects.schema import parts_of
+from ckptstore.objects.schema import moved, parts_of
 from ckptstore.state import tensors
 from ckptstore.state.codecs import containers, values
 from ckptstore.state.composites import split_distributed, split_tensor
@@ -32,6 +31,7 @@ from ckptstore.state.leaf_sources import (
     HeldLeaf,
     Row,
     Source,
+    is_plain_node,
     rows,
     segment,
 )
@@ -61,6 +61,7 @@ def flatten(
     allow_pickle: bool = False,
     ranks: bool = False,
     plain: bool = False,
+    shared: bool = False,
 ) -> dict[str, FlatState]:
     """Every key of `app_state`, in its order. Objects with `state_dict()` and `load_state_dict()`
     give their state dict; that of an optimizer has the names of its parameters, if the modules in
@@ -69,19 +70,33 @@ def flatten(
     Raises `InvalidInput`, naming the path and the way out, for what cannot be stored. With
     `allow_pickle`, objects of unknown types are pickled and marked as such. With `ranks`, a
     distributed tensor is one leaf, of which this rank holds boxes. With `plain`, large lists and
-    dicts of plain values are one leaf each, of kind `plain`.
+    dicts of plain values are one leaf each, of kind `plain`. With `shared`, keys that are one leaf
+    are in one flat state, as they are in the store (docs/format.md §7).
     """
     check_app_state(app_state)
     tensors.check_surroundings()
     names = ParameterNames(app_state)
-    found: dict[str, FlatState] = {}
-    for alone, keys in groupby(app_state, lambda key: is_plain(app_state[key])):
-        walk = partial(_Walk, app_state, names, allow_pickle, ranks, plain)
-        if alone:
-            found |= walk().flatten_plain({key: app_state[key] for key in keys})
-        else:
-            found |= {key: walk().flatten(key, app_state[key]) for key in keys}
-    return found
+    walk = partial(_Walk, app_state, names, allow_pickle, ranks, plain)
+    alone = {key: value for key, value in app_state.items() if is_plain(value)}
+    own = {key: walk().flatten(key, app_state[key]) for key in app_state if key not in alone}
+    if not shared:
+        own |= _taken_apart(walk().flatten_plain(alone, {}))
+        return {key: own[key] for key in app_state}
+    sharing = {
+        key: own.pop(key)
+        for key in [*own]
+        if key == SHARED or is_plain_node(own[key].schema.skeleton)
+    }
+    if alone or sharing:
+        own[SHARED] = walk().flatten_plain(alone, sharing)
+    return own
+
+
+def _taken_apart(flat: FlatState) -> dict[str, FlatState]:
+    """Each key of a shared tree by itself."""
+    return {
+        part.key: FlatState(part.schema, flat.leaves[part.leaves]) for part in parts_of(flat.schema)
+    }
 
 
 def flatten_value(value: Any, path: str) -> FlatState:
@@ -141,16 +156,30 @@ class _Walk:
         return FlatState(self._schema(self._visit(value, path)), self._leaves, self._held)
 
     @uncollected()
-    def flatten_plain(self, found: Mapping[str, Any]) -> dict[str, FlatState]:
-        """Plain values by their keys, of which each has a schema of its own."""
-        children = []
-        for key, value in found.items():
-            self._by_memory.clear()
-            children.append(self._visit(value, segment(values.encode_key(key))))
-        schema = self._schema(Node("dict", tuple(children), tuple(found)))
-        return {
-            part.key: FlatState(part.schema, self._leaves[part.leaves]) for part in parts_of(schema)
-        }
+    def flatten_plain(
+        self, alone: Mapping[str, Any], flattened: Mapping[str, FlatState]
+    ) -> FlatState:
+        """One state of plain values by their keys, and of others that are flattened."""
+        keys, children = sorted([*alone, *flattened]), []
+        for key in keys:
+            self._by_memory.clear()  # keys are not tied to each other
+            if key in alone:
+                children.append(self._visit(alone[key], segment(values.encode_key(key))))
+            else:
+                children.append(self._take(flattened[key]))
+        schema = self._schema(Node("dict", tuple(children), tuple(keys)))
+        return FlatState(schema, self._leaves, keys=tuple(self._app_state))
+
+    def _take(self, flat: FlatState) -> Node | int:
+        """Add what was flattened by another walk."""
+        first, schema = len(self._leaves), flat.schema
+        self._paths += schema.paths
+        self._kinds += schema.kinds
+        self._dtypes += schema.dtypes
+        self._shapes += schema.shapes
+        self._aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
+        self._leaves += flat.leaves
+        return moved(schema.skeleton, first)
 
     def _schema(self, skeleton: Node | int) -> Schema:
         return Schema(

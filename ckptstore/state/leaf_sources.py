@@ -158,8 +158,9 @@ which may be another parameter's on another mesh."""
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """One key of the state: what its leaves are, and the source of each. An alias has no bytes of
-    its own.
+    """One key of the state, or the tree that plain ones share: what its leaves are, and the source
+    of each. An alias has no bytes of its own. A shared tree has the `keys` of the whole state, in
+    their order, and the name `SHARED` among the others.
 
     Where many ranks commit, `held` has the leaves that they divide among them, by number, in place
     of a source, and `marks` what is known of others.
@@ -169,6 +170,7 @@ class FlatState:
     leaves: list[Source]
     held: Mapping[int, HeldLeaf] = field(default_factory=dict)
     marks: Mapping[int, Mark] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -96,7 +96,7 @@ def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> di
             parts = ((box, sources[stop + k]) for k, (box, _) in enumerate(each.parts))
             held[n] = each._replace(parts=tuple(parts))
             stop += len(each.parts)
-        made[key] = FlatState(flat.schema, leaves, held, flat.marks)
+        made[key] = FlatState(flat.schema, leaves, held, flat.marks, flat.keys)
     return made
 
 
