@@ -245,6 +245,17 @@ def test_elements_narrower_than_a_byte_keep_their_bytes(tmp_path: Path, store: S
     assert read_header(place).entries[0].shape == (2, 3)
 
 
+def test_a_scalar_of_two_elements_in_a_byte_has_no_shape_in_a_file(
+    tmp_path: Path, store: Store
+) -> None:
+    scalar = torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    made = store.commit({"model": {"scale": scalar}})
+    message = "scale is a scalar of float4_e2m1fn_x2, which safetensors files cannot hold"
+    with pytest.raises(InvalidInput, match=message):
+        export(made, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_a_file_that_shrinks_meanwhile_makes_no_commit(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

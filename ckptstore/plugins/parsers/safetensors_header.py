@@ -138,7 +138,7 @@ def encode_header(
             )
         start, end = end, end + nbytes_of(dtype, shape)
         document[name] = {
-            "dtype": _code(name, dtype),
+            "dtype": _code(name, dtype, shape),
             "shape": [*shape[:-1], *(n * _PACKED.get(dtype, 1) for n in shape[-1:])],
             "data_offsets": [start, end],
         }
@@ -203,11 +203,12 @@ def _packed(dtype: str, counts: list[int]) -> Shape | None:
     return (*counts[:-1], counts[-1] // per) if counts and counts[-1] % per == 0 else None
 
 
-def _code(name: str, dtype: str) -> str:
-    if dtype in _CODES:
+def _code(name: str, dtype: str, shape: Shape) -> str:
+    if dtype in _CODES and (shape or dtype not in _PACKED):
         return _CODES[dtype]
+    kind = dtype if shape else f"a scalar of {dtype}"
     raise InvalidInput(
-        f"{name} is {dtype}, which safetensors files cannot hold; export it as torch, or leave it "
+        f"{name} is {kind}, which safetensors files cannot hold; export it as torch, or leave it "
         "out with --select"
     )
 
