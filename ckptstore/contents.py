@@ -98,21 +98,27 @@ class CommitContents:
 
     @property
     def joined_trees(self) -> Trees:
-        """As `stored_trees`, but keys that share a tree are in that one, under its name. Where some
-        of the keys were taken, each has its own."""
-        if self._is_part:
-            return self.stored_trees
-        read = self.reader.trees(self.document.trees)
-        if SHARED in read and not _has_all(read[SHARED], self.document.sharing):
-            self.reader.by_key(self.document)  # raises what names the key
-        return {name: self._own(tree) for name, tree in read.items()}
+        """As `stored_trees`, but keys that share a tree are in that one, under its name, unless
+        some of the keys were taken."""
+        joined = self._joined()
+        return self.stored_trees if joined is None else joined
 
     def apart(self, states: dict[str, Any]) -> dict[str, Any]:
         """The state of each key, in order, from those of `joined_trees`."""
-        if self._is_part:
+        if self._joined() is None:
             return states
         found = {**states, **states.get(SHARED, {})}
         return {key: found[key] for key in self.keys}
+
+    def _joined(self) -> Trees | None:
+        """The trees by their names; None if each key has its own. So it has where leaves are tied,
+        and in a tree that is not of its keys: whether that is sound is seen key by key."""
+        if self._is_part:
+            return None
+        read = self.reader.trees(self.document.trees)
+        if SHARED in read and not _is_shared_by(read[SHARED], self.document.sharing):
+            return None
+        return {name: self._own(tree) for name, tree in read.items()}
 
     def tree(self, key: str) -> Tree:
         """Schema and content of one key, as in `trees`. Raises `NotFound`."""
@@ -280,10 +286,16 @@ class CommitContents:
         )
 
 
-def _has_all(shared: Tree, keys: Sequence[str]) -> bool:
-    """Whether a tree is one that `keys` share."""
+def _is_shared_by(shared: Tree, keys: Sequence[str]) -> bool:
+    """Whether a tree is a dict of `keys`, and ties no leaves."""
     node = shared.schema.skeleton
-    return isinstance(node, Node) and node.type == "dict" and {*keys} <= {*(node.keys or ())}
+    if (
+        not isinstance(node, Node)
+        or node.type != "dict"
+        or max(shared.schema.aliases, default=-1) >= 0
+    ):
+        return False
+    return {*keys} == {*(node.keys or ())}
 
 
 def differing(

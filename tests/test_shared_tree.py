@@ -4,6 +4,7 @@ plain and composite values under any names, committed, changed and read in every
 import glob
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.commit.transaction import TreeContent, stored_trees
+from ckptstore.contents import differing
 from ckptstore.core.model import SHARED, LeafContent, Node, Schema
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Thinned
 from ckptstore.maintenance.retention import KeepLast
@@ -307,3 +309,37 @@ def test_a_tree_that_nobody_can_share_is_corrupt() -> None:
     for wrong in (one, tied, listed):
         with pytest.raises(Corrupt, match="run `ckptstore fsck`"):
             list(parts_of(wrong))
+
+
+@pytest.mark.parametrize("wrong", ["tied", "lacking", "more"])
+def test_a_shared_tree_that_is_not_of_its_keys_is_seen_in_every_way_to_read_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    with ckptstore.open(tmp_path / "store") as store:
+        state = {"a": torch.ones(2), "b": torch.zeros(2)}
+        snap, other = store.commit(state, step=1), store.commit({"c": 1, **state}, step=2)
+        contents = contents_of(snap)
+        read = contents.reader.trees
+
+        def trees(refs: Any) -> Any:
+            found = dict(read(refs))
+            shared = found[SHARED]
+            if wrong == "tied":
+                schema = replace(shared.schema, aliases=(-1, 0))
+                found[SHARED] = replace(shared, schema=schema)
+            else:
+                found[SHARED] = read(contents_of(other).document.trees)[SHARED]
+            return found
+
+        if wrong == "lacking":
+            contents.document = replace(contents.document, keys=("a", "b", "d"))
+        monkeypatch.setattr(contents.reader, "trees", trees)
+        ways = (snap.state_dict, snap.verify, lambda: differing(contents, contents))
+        for way in ways:
+            if wrong == "more":
+                way()
+                continue
+            with pytest.raises(Corrupt, match="ckptstore fsck"):
+                way()
+        if wrong == "more":
+            assert same(snap.state_dict(), state)
