@@ -435,6 +435,27 @@ def test_patches_stay_and_the_chunks_they_begin_with_are_coded(place: Path) -> N
         assert not store.fsck("data").findings
 
 
+@pytest.mark.parametrize(
+    ("name", "turned"), [("encode_planes", 0), ("encode_delta", 0), ("encode_delta", 1)]
+)
+def test_a_bit_that_turns_in_memory_while_a_chunk_is_coded_is_noticed(
+    store: Store, place: Path, monkeypatch: pytest.MonkeyPatch, name: str, turned: int
+) -> None:
+    """In the chunk, or in the base of its difference: what is made of it comes back as that."""
+    encode = getattr(codecs, name)
+
+    def after(*given: Any) -> Any:
+        given[turned][-1] ^= 1
+        return encode(*given)
+
+    monkeypatch.setattr(codecs, name, after)
+    before = {path.name for path in files(place, "packs")}
+    with pytest.raises(Corrupt, match="does not come back"):
+        store.compact(POLICY)
+    assert before == {path.name for path in files(place, "packs")}
+    assert not store.fsck("data").findings
+
+
 @pytest.mark.parametrize("name", ["encode_planes", "encode_delta"])
 def test_a_codec_whose_chunks_do_not_come_back_writes_none(
     store: Store, place: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -27,7 +27,7 @@ from ckptstore.objects.pack import TENSOR
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.pack_writer import OpenPack, PackWriter
-from ckptstore.repository.thread_pool import Scratch
+from ckptstore.repository.thread_pool import NO_MEMORY, Scratch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,13 +42,14 @@ SAMPLED_PLACES = 8
 
 
 class Chunk(NamedTuple):
-    """A chunk to code: its commit's number in the group, that of its leaf, and how it is stored
-    now."""
+    """A chunk to code: its commit's number in the group, that of its leaf, how it is stored now,
+    and the checksum of its raw bytes, which every copy of it has."""
 
     member: int
     id: ChunkId
     leaf: int
     stored_bytes: int
+    checksum: bytes
     raw_bytes: int
     width: int
 
@@ -99,14 +100,16 @@ class Candidates:
         fixed = np.isin(short_keys(joined), self._kept) | self._is_fixed(where)
         free = {
             chunk: row
-            for chunk, *row in where[["chunk", "stored", "raw", "width"]][~fixed].tolist()
+            for chunk, *row in where[["chunk", "stored", "checksum", "raw", "width"]][
+                ~fixed
+            ].tolist()
             if chunk not in self.done
         }
         found = []
         for place in strip:
             first = {chunk: n for n, chunk in reversed(place.chunks) if chunk in free}
             chunks = sorted(Chunk(n, each, place.leaf, *free[each]) for each, n in first.items())
-            found.append([each for each in chunks if each[4:] == chunks[0][4:]])
+            found.append([each for each in chunks if each[5:] == chunks[0][5:]])
             for chunk in first:
                 free.pop(chunk)
         return [chunks for chunks in found if chunks]
@@ -141,12 +144,14 @@ _Raw: TypeAlias = tuple[Chunk, memoryview]
 
 @dataclass(slots=True)
 class _Base:
-    """The base of a place. Its record's number is None as long as it has none."""
+    """The base of a place. The number of its record is None as long as it has none; `decoded` is
+    what that comes back as, in memory of its own."""
 
     chunk: Chunk
     raw: memoryview
     planes: codecs.Sample
     record: int | None = None
+    decoded: memoryview = NO_MEMORY
 
 
 class Samples:
@@ -229,40 +234,39 @@ class StripCoder:
         if codec == codecs.SPLIT_ZSTD:
             stored: Stored = codecs.encode_planes(raw, chunk.width, sampled)
             worth = _worth(chunk, len(stored))
-            return self._append(chunk, raw, codec, stored, base) if worth else None
+            return self._append(chunk, codec, stored, base) if worth else None
         if base.record is None:
             used, whole = codecs.encode(codecs.SPLIT_ZSTD, base.raw, chunk.width)
-            base.record = self._append(base.chunk, base.raw, used, whole, base)
+            base.record = self._append(base.chunk, used, whole, base)
         entry = self._pack.entries[base.record]
         at = codecs.Base(entry.offset, entry.stored_bytes, entry.codec)
         stored = codecs.encode_delta(raw, base.raw, at, chunk.width, sampled)
-        return self._append(chunk, raw, codec, stored, base)
+        return self._append(chunk, codec, stored, base)
 
-    def _append(
-        self, chunk: Chunk, raw: memoryview, codec: int, stored: Stored, base: _Base
-    ) -> int:
-        """Queue a coded chunk; the number of its record."""
-        offset, nbytes, width = self._pack.offset, len(stored), chunk.width
+    def _append(self, chunk: Chunk, codec: int, stored: Stored, base: _Base) -> int:
+        """Queue a coded chunk; the number of its record. Raises `Corrupt` unless it decodes to the
+        chunk: whatever turned in memory since that was read, the old copy stays."""
         number = base.record if codec == codecs.DELTA and base.record is not None else NO_BASE
-        entry = PackEntry(
-            chunk.id, checksum(raw), offset, nbytes, len(raw), codec, width, TENSOR, number
-        )
-        self._check(entry, stored, base.raw)
-        self._coded.add(chunk, nbytes, delta=number != NO_BASE)
-        return self._pack.put(entry, stored)
-
-    def _check(self, entry: PackEntry, stored: Stored, base: memoryview) -> None:
-        """Raise `Corrupt` unless a coded chunk decodes to what it was made of."""
-        with self._scratch.lend(entry.raw_bytes) as raw:
-            if entry.base == NO_BASE:
-                codecs.decode_into(entry.codec, stored, raw, entry.width)
+        is_base = chunk.id == base.chunk.id
+        with self._scratch.lend(0 if is_base else chunk.raw_bytes) as lent:
+            raw = memoryview(bytearray(chunk.raw_bytes)) if is_base else lent
+            if number == NO_BASE:
+                codecs.decode_into(codec, stored, raw, chunk.width)
             else:
-                codecs.decode_delta(stored, base, raw, entry.width)
-            if checksum(raw) != entry.checksum:
+                codecs.decode_delta(stored, base.decoded, raw, chunk.width)
+            if checksum(raw) != chunk.checksum:
                 raise Corrupt(
-                    f"chunk {entry.chunk.hex()[:12]} does not come back from what was made of it, "
+                    f"chunk {chunk.id.hex()[:12]} does not come back from what was made of it, "
                     "so it stays as it was; test this host's memory, and report it"
                 )
+        if is_base:
+            base.decoded = raw
+        entry = PackEntry(
+            *(chunk.id, chunk.checksum, self._pack.offset, len(stored), chunk.raw_bytes),
+            *(codec, chunk.width, TENSOR, number),
+        )
+        self._coded.add(chunk, len(stored), delta=number != NO_BASE)
+        return self._pack.put(entry, stored)
 
     def _read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[list[_Raw]]:
         """Raw bytes of those chunks that can be read, for the duration of a block."""
