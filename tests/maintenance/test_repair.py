@@ -4,7 +4,7 @@ nothing at all."""
 import hashlib
 import secrets
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -26,7 +26,7 @@ from ckptstore.core.ids import (
 from ckptstore.errors import Conflict, Corrupt, NotFound
 from ckptstore.log.log_backend import SEGMENT_ENTRIES
 from ckptstore.log.state import Pack
-from ckptstore.maintenance import silent
+from ckptstore.maintenance import rescue, silent
 from ckptstore.maintenance.check import Kind, Level, Share
 from ckptstore.maintenance.check.fsck import examine
 from ckptstore.maintenance.check.offline_store import open_offline_store
@@ -381,6 +381,21 @@ def test_a_large_chunk_and_a_chunk_with_two_flipped_bits_stay_lost(
         done = heal(place)
         assert done.plan.unrepairable
         assert check(place, Level.DATA).damaged_commits
+
+
+def test_a_repair_searches_once_for_the_bit_that_damaged_a_chunk(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rounds it takes."""
+    pack = max(packs_of(store, metadata=False), key=lambda pack: pack.chunks)
+    with closing(open_storage(str(store))) as storage:
+        first = entries(read_table(storage, pack))[0]
+    for offset in (0, 1):
+        flip(store / pack_key(pack.id), first.offset + offset)
+    taken: list[int] = []
+    monkeypatch.setattr(rescue, "digest", lambda data: taken.append(len(data)) or digest(data))
+    assert heal(store).plan.unrepairable
+    assert len(taken) == 8 * first.stored_bytes
 
 
 def test_packs_with_damaged_footers_are_saved_whole(store: Path) -> None:
