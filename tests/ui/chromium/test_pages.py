@@ -244,6 +244,27 @@ def test_a_commit_appears_while_the_page_is_open_and_changes_are_made(
         assert len(store.log(run="baseline")) == 12
 
 
+def test_a_commit_appears_that_was_made_while_the_page_was_on_its_way(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    small_store(tmp_path / "s")
+    with (
+        serving(tmp_path / "s") as url,
+        tab_of(chromium, url, open_it=False) as tab,
+        ckptstore.open(tmp_path / "s", run="live") as store,
+    ):
+
+        def answer(route: Route) -> None:
+            found = route.fetch()
+            if not store.log(run="live"):
+                store.commit({"x": torch.ones(3)}, step=77_777)
+            route.fulfill(response=found)
+
+        tab.page.route("**/data/0/store.json", answer)
+        tab.page.goto(url)
+        tab.page.get_by_text("77,777").first.wait_for(timeout=15_000)
+
+
 def test_without_the_token_nothing_is_shown(chromium: Browser, small_url: str) -> None:
     context = chromium.new_context()
     page = context.new_page()

@@ -19,7 +19,7 @@ const FOLLOWING = ["store", "run", "lineage"];
 const main = document.getElementById("main");
 let shown = null;
 let begun = null; // the view that is not there yet
-let position = null;
+let position = null; // of the log, from before the view was asked for: it may show more
 
 function route() {
   const [store = "0", name = "store", ...parts] = location.hash
@@ -40,6 +40,7 @@ async function show({ fresh = false } = {}) {
   bar(at);
   try {
     if (!(at.name in VIEWS) || !site.stores[at.store]) throw new Failed("There is no such page.");
+    if (FOLLOWING.includes(at.name) && !site.static) position = await positionOf(at.store);
     const { render, title } = await VIEWS[at.name]();
     const content = await render(context);
     if (stop.signal.aborted) return;
@@ -136,6 +137,11 @@ async function goTo(store, text) {
   }
 }
 
+async function positionOf(store) {
+  const { n } = await view(store, "position.json");
+  return `${store}:${n}`;
+}
+
 // Ask for the log's position now and then; if it has moved, draw the view again.
 async function follow() {
   const at = route();
@@ -143,12 +149,9 @@ async function follow() {
   if (!document.hidden) {
     const live = document.getElementById("live");
     try {
-      const { n } = await view(store.number, "position.json");
+      const moved = (await positionOf(store.number)) !== position;
       live?.classList.remove("off");
-      const key = `${store.number}:${n}`;
-      const moved = position?.startsWith(`${store.number}:`) && position !== key;
       if (moved && !busy() && FOLLOWING.includes(at.name)) await show({ fresh: true });
-      if (!moved || !busy()) position = key;
     } catch (error) {
       live?.classList.add("off");
     }
