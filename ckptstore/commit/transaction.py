@@ -26,10 +26,10 @@ from ckptstore.core.ids import (
     CommitId,
     PackId,
     SessionId,
-    StoreId,
     digest,
     document_key,
     parse_pack_id,
+    session_key,
 )
 from ckptstore.core.model import (
     SHARED,
@@ -179,10 +179,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A writer's report to the publisher: the store that it has written to, its durable packs, the
-    packs that it reuses, and how many chunks it hashed and wrote."""
+    """A writer's report to the publisher: whether its store has the session's file, its durable
+    packs, the packs that it reuses, and how many chunks it hashed and wrote."""
 
-    store: StoreId
+    session_seen: bool
     packs: tuple[PackRecord, ...]
     reused: frozenset[int]
     chunks: int
@@ -191,19 +191,19 @@ class Receipt:
     def encode(self) -> list[Any]:
         """The receipt as lists and numbers."""
         packs = [[pack.id, pack.bytes, pack.chunks] for pack in self.packs]
-        return [self.store, packs, sorted(self.reused), self.chunks, self.new_chunks]
+        return [self.session_seen, packs, sorted(self.reused), self.chunks, self.new_chunks]
 
     @classmethod
     def decode(cls, said: Any) -> Self:
         """The inverse of `encode`; raises `Corrupt`."""
         try:
-            store, packs, reused, chunks, new_chunks = said
+            seen, packs, reused, chunks, new_chunks = said
             records = tuple(
                 PackRecord(parse_pack_id(name), int(nbytes), int(count), metadata=False)
                 for name, nbytes, count in packs
             )
             reuses = frozenset(map(int, reused))
-            return cls(StoreId(str(store)), records, reuses, int(chunks), int(new_chunks))
+            return cls(bool(seen), records, reuses, int(chunks), int(new_chunks))
         except (TypeError, ValueError) as error:
             raise Corrupt(
                 f"a rank's receipt is damaged: {error!r}; do all ranks run one version of "
@@ -357,9 +357,10 @@ class Transaction:
 
     def receipt(self) -> Receipt:
         """This writer's receipt, once its packs are durable."""
+        seen = self._sees_session()  # asked while packs are being closed
         self.packs.wait()
         return Receipt(
-            self._to.config.store,
+            seen,
             tuple(pack.record for pack in self.packs.closed),
             frozenset(self.look().reused),
             self._chunks,
@@ -508,18 +509,23 @@ class Transaction:
         write_metadata(chunks, self.look(), self.packs)
         return tuple(sorted(refs)), layout_id, leaves
 
+    def _sees_session(self) -> bool:
+        return self._to.storage.size(session_key(self.session)) is not None
+
     def _records(self, receipts: Sequence[Receipt]) -> list[PackRecord]:
         """The packs of all writers. Raises `InvalidInput` for two packs of one name: two writers
-        had one rank; and for a writer that has another store, where this one's log cannot find its
-        packs."""
-        here = self._to.config.store
-        for writer, receipt in enumerate(receipts):
-            if receipt.store != here:
-                raise InvalidInput(
-                    f"rank {writer} has written to store {receipt.store}, rank 0 to {here}: a path "
-                    "on each host's own disk is another store on each host; open one that all "
-                    "ranks reach, a shared directory or a bucket"
-                )
+        had one rank; and for a writer that has another store, or another copy of this one, where
+        this one's log cannot find its packs. The file of this session lies in one place, so such a
+        writer does not see it."""
+        blind = [writer for writer, receipt in enumerate(receipts) if not receipt.session_seen]
+        # If nobody sees it, a gc has ended the session, and the log refuses its entry.
+        if blind and self._sees_session():
+            raise InvalidInput(
+                f"rank {blind[0]} has not written to the store at {self._to.storage.url} that rank "
+                "0 has opened: a path on each host's own disk is another store on each host, also "
+                "if one was copied from the other; open one that all ranks reach, a shared "
+                "directory or a bucket"
+            )
         own = [pack.record for pack in self.packs.closed]
         told = [pack for each in receipts for pack in each.packs]
         records = own + [pack for pack in told if pack not in own]
