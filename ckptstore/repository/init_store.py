@@ -25,6 +25,8 @@ from ckptstore.errors import (
     Unavailable,
 )
 from ckptstore.index import database_log
+from ckptstore.log.entries import Moved
+from ckptstore.log.log import Log
 from ckptstore.objects.documents import decode_config, encode_config
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.storage import open_storage
@@ -137,6 +139,10 @@ def _create(storage: Storage, config: StoreConfig, index: str | None) -> bool:
         created = storage.put_new(CONFIG_KEY, data) or storage.read(CONFIG_KEY) == data
         if log is not None and not created:
             log.drop()
+        elif log is not None:
+            # The log says where it is: `ckptstore.json` may be lost.
+            body = Moved(config.log_place, config.generation)
+            Log(storage, config.store, config.generation, place=log).append(body)
     finally:
         if log is not None:
             log.database.close()

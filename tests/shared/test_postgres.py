@@ -15,7 +15,9 @@ from ckptstore.core.ids import StoreId, log_key
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.log.entries import Settings
 from ckptstore.log.log import Refused
+from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
+from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.plugins.postgres import database
 from tests.maintenance.collecting import state_of
@@ -216,7 +218,7 @@ def test_writers_who_append_at_once_wait_for_their_turn(local: Site, host: Path)
     assert failures == []
     with local.opened(host) as handle:
         state = handle.log.replay()
-    assert state.n == 40
+    assert state.n == 1 + 8 * 5
     assert {state.settings[f"best-{me}"] for me in range(8)} == {"4"}
 
 
@@ -304,7 +306,7 @@ def test_a_lost_database_is_made_again_from_the_copies(
     index = postgres.new_url()
     with pytest.raises(InvalidInput, match="restore-log"):
         Site(local.place, None, {"index": index}).open(host)
-    assert restore_log(local.place, index=index) == 3
+    assert restore_log(local.place, index=index) == 4  # the first says where the log is
     with Site(local.place, None, {"index": index}).open(host) as store:
         assert [info.step for info in store.log()] == [2, 1, 0]
         store.commit(state_of(3), step=3)
@@ -326,7 +328,7 @@ def test_a_database_behind_its_copies_takes_no_appends(
                 "backup)"
             )
             for table in ("entries", "commits", "parents", "metrics", "commit_trees"):
-                connection.execute(f"DELETE FROM {schema}.{table} WHERE n > 1")
+                connection.execute(f"DELETE FROM {schema}.{table} WHERE n > 2")
             connection.execute(f"DELETE FROM {schema}.packs WHERE number > 2")
     (host / store.id / "state").unlink(missing_ok=True)
     Path(local.place, "index", "state").unlink(missing_ok=True)
@@ -394,3 +396,27 @@ def test_a_turn_that_is_lost_before_the_append_is_done_without(
             assert handle.database.read(1) is not None
         handle.log.append(Settings((("best-b", "x"),)))
         assert {"best-a", "best-b"} <= set(handle.log.replay().settings)
+
+
+@pytest.mark.parametrize("how", ["made there", "moved there"])
+def test_a_lost_configuration_is_written_again_with_the_place_of_the_log(
+    local: Site, host: Path, how: str
+) -> None:
+    """A log in the store itself would be a second history beside that of the trainer which has the
+    store open."""
+    index, config = str(local.more["index"]), Path(local.place, "ckptstore.json")
+    if how == "moved there":
+        bare(local).open(host).close()
+        move_log(local.place, index)
+    with local.open(host) as store:
+        first = store.commit(state_of(1), step=1)
+        before = config.read_bytes()
+        config.unlink()
+        with pytest.raises(InvalidInput, match="name that database"), open_offline_store(local.place):
+            pass
+        with open_offline_store(local.place, index=index) as offline:
+            repaired = repair(offline, apply=True)
+        assert not repaired.after.damaged and config.read_bytes() == before
+        second = store.commit(state_of(2), step=2)
+    with local.open(host) as again:
+        assert [info.id for info in again.log()] == [second.id, first.id]

@@ -161,7 +161,8 @@ def recover_config(storage: Storage, damaged: bytes) -> StoreConfig | None:
         return None
     store = Counter(entry.store for entry in entries).most_common(1)[0][0]
     generation = max(entry.generation for entry in entries if entry.store == store)
-    contents = Contents(storage, read_chain(storage, store, generation).state)
+    state = read_chain(storage, store, generation).state
+    contents = Contents(storage, state)
     compressed = any(
         ((table["kind"] == TENSOR) & (table["codec"] != RAW)).any()
         for table in contents.tables.values()
@@ -172,7 +173,10 @@ def recover_config(storage: Storage, damaged: bytes) -> StoreConfig | None:
     likely = (int(said[1]) if said else 0, CHUNK_BYTES, *sorted(fitting))
     chunk_bytes = next((n for n in likely if n in fitting), CHUNK_BYTES)
     codec = "zstd" if compressed or b'"codec": "zstd"' in damaged else "raw"
-    return StoreConfig(store, chunk_bytes, codec, generation=generation)
+    config = StoreConfig(store, chunk_bytes, codec, generation=generation)
+    # With the log elsewhere, what lies in `log/` are copies: who appended there would fork it.
+    since, place = state.moved or (0, "")
+    return config.moved(place, generation) if since == generation else config
 
 
 def _chunk_sizes(contents: Contents) -> set[int]:
