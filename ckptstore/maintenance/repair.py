@@ -73,8 +73,9 @@ class WriteConfig:
     def __str__(self) -> str:
         return (
             f"write ckptstore.json anew: store {self.config.store}, chunk size "
-            f"{self.config.chunk_bytes}, codec {self.config.codec}, log in {self.config.log_place}; "
-            "certain are the store's id, the place of its log, and that every commit can be read so"
+            f"{self.config.chunk_bytes}, codec {self.config.codec}, log in "
+            f"{self.config.log_place}; certain are the store's id, the place of its log, and that "
+            "every commit can be read so"
         )
 
     def apply(self, offline_store: OfflineStore) -> None:

@@ -66,14 +66,21 @@ _PACK_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A location of a chunk: the object `key` of `storage`."""
+    """A location of a chunk: the object `key` of `storage`. That of a patch with the location of
+    its base, `below`, stands for the whole chunk."""
 
     storage: Storage
     key: str
     entry: PackEntry
+    below: "Source | None" = None
 
     def is_patch(self) -> bool:
-        return self.entry.codec == codecs.PATCH
+        return self.entry.codec == codecs.PATCH and self.below is None
+
+    @property
+    def codec(self) -> int:
+        """The codec to write the chunk with."""
+        return codecs.RAW if self.below else self.entry.codec
 
 
 class ChunkSource:
@@ -126,21 +133,15 @@ class ChunkSource:
             yield Source(self.storage, key, entry)
 
 
-def find_source(
-    donors: Sequence[ChunkSource], chunk: ChunkId, *, whole: bool = False
-) -> Source | None:
-    """The first location of `chunk` whose bytes match, or else match with one bit flipped back; no
-    patch, if it is to be `whole`.
+def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
+    """The first location of `chunk` whose bytes match, or else match with one bit flipped back.
 
     Raises `Unavailable` if the chunk is found nowhere, and one of its locations or any footer did
     not answer: it may not be lost.
     """
     unanswered: Unavailable | None = None
     damaged: list[Source] = []
-    places = [source for donor in donors for source in donor.places(chunk)]
-    if whole:
-        places = [source for source in places if not source.is_patch()]
-    for source in sorted(places, key=lambda place: place.entry.depth):  # a whole one needs no other
+    for source in _places(donors, chunk):
         try:
             verify_at(source.storage, [source.key], source.entry)
             return source
@@ -158,6 +159,34 @@ def find_source(
     if unanswered is not None:
         raise unanswered
     return None
+
+
+def find_whole(donors: Sequence[ChunkSource], chunk: ChunkId, tried: set[ChunkId]) -> Source | None:
+    """A location of the bytes of `chunk`, or of a patch whose base is found so: a mirror may have
+    made its patch of another base than the store. `tried` are chunks that were looked for.
+
+    Raises `Unavailable` as `find_source`.
+    """
+    tried.add(chunk)
+    for source in _places(donors, chunk):
+        with suppress(Corrupt, NotFound):
+            if source.is_patch():
+                base = read_patch(source).base
+                below = None if base in tried else find_whole(donors, base, tried)
+                if below is None:
+                    continue
+                source = replace(source, below=below)
+            read_source(source)
+            return source
+    if unanswered := next(filter(None, (donor.unanswered for donor in donors)), None):
+        raise unanswered
+    return None
+
+
+def _places(donors: Sequence[ChunkSource], chunk: ChunkId) -> list[Source]:
+    """Those of `chunk`, a whole one first: it needs no other."""
+    places = [source for donor in donors for source in donor.places(chunk)]
+    return sorted(places, key=lambda place: place.entry.depth)
 
 
 def read_patch(source: Source) -> NewPatch:
@@ -188,6 +217,12 @@ def read_source(source: Source) -> memoryview:
     """The raw bytes of a chunk that is no patch, verified, if need be with one bit flipped back;
     raises `Corrupt`, `NotFound` or `Unavailable`."""
     storage, key, entry = source.storage, source.key, source.entry
+    if source.below:
+        made = memoryview(bytearray(read_source(source.below)))
+        patches.apply([(read_patch(replace(source, below=None)).stored, entry.width)], made)
+        if digest(made) != entry.chunk:
+            raise Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} is not what its patch makes")
+        return made
     try:
         return read_chunk_at(storage, [key], entry)
     except Corrupt:
@@ -243,7 +278,8 @@ def write_packs(storage: Storage, sources: Iterable[Source], session: SessionId)
                         continue
                     chunks = [new_chunk(each.entry.chunk, read_source(each)) for each in run]
                     first, nbytes = run[0].entry, sum(len(chunk.raw) for chunk in chunks)
-                    writer.add(chunks, first.width, first.kind, codec=first.codec, run_bytes=nbytes)
+                    codec = run[0].codec
+                    writer.add(chunks, first.width, first.kind, codec=codec, run_bytes=nbytes)
                     writer.flush()
         packs.wait()
     except BaseException:
@@ -262,7 +298,9 @@ def _runs(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
         [entry.offset for entry in entries],
         [entry.offset + entry.stored_bytes for entry in entries],
         objects=[
-            (each.storage.url, each.key, each.entry.codec, each.entry.width, each.entry.kind)
+            # A patch that is made whole takes much more memory than its bytes.
+            (each.storage.url, each.key, each.codec, each.entry.width, each.entry.kind)
+            + ((each.entry.chunk,) if each.below else ())
             for each in sources
         ],
         limit_bytes=RUN_BYTES,
@@ -369,7 +407,7 @@ class _Rescue:
         lacking = {chunk for chunk in wanted if found.get(chunk) is None}
         instead, lost = self._instead_of(lacking)
         sources = [source for chunk in sorted(wanted) if (source := found.get(chunk))]
-        sources += [source for chunk, source in sorted(instead.items()) if chunk not in wanted]
+        sources += [source for _, source in sorted(instead.items())]
         return SavePacks(
             tuple((self._packs[name][0], name) for name in sorted(damaged)),
             tuple(map(self._named, sources)),
@@ -384,16 +422,23 @@ class _Rescue:
         needed_by = contents.dependents(lacking)
         instead: dict[ChunkId, Source] = {}
         lost = set[ChunkId]()
-        for user in contents.named(needed_by.keys()):
-            source = None
-            if user not in lacking:
-                with suppress(Unavailable):
-                    source = find_source(self._donors, user, whole=True)
-            if source is None:
-                lost.update(needed_by[user])
-            else:
-                instead[user] = source
+        chains = (self._chain(user, lacking) for user in contents.named(needed_by.keys()))
+        for user, *bases in sorted(chains, key=len):  # others are patches of those nearest to it
+            if not instead.keys().isdisjoint(bases):
+                continue
+            with suppress(Unavailable):
+                if source := find_whole(self._donors, user, set()):
+                    instead[user] = source
+                    continue
+            lost.update(needed_by[user])
         return instead, lost & self._facts.needed
+
+    def _chain(self, chunk: ChunkId, lacking: set[ChunkId]) -> list[ChunkId]:
+        """A chunk, and what it is a patch of, up to the first that is `lacking`."""
+        chain, bases = [chunk], self._facts.contents.bases
+        while chain[-1] not in lacking and (base := bases.get(chain[-1])) not in (None, *chain):
+            chain.append(base)
+        return chain
 
     def _suspects(self) -> set[PackId]:
         """The listed packs with damage; those that storage did not return are left alone."""

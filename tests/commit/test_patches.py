@@ -426,6 +426,27 @@ def test_a_base_that_no_mirror_has_is_replaced_by_whole_copies_of_what_needs_it(
         assert not store.fsck(read_data="all").findings
 
 
+def test_a_mirror_of_every_other_commit_heals_all_that_is_made_of_what_it_has(
+    tmp_path: Path,
+) -> None:
+    """Its patches are of other bases: a chunk there is whole only once its patch was applied."""
+    place = tmp_path / "store"
+    with ckptstore.open(place) as store:
+        ids = [store.commit({"w": nudged(SHAPE, step)}, step=step).id for step in range(6)]
+        lost = place / pack_of(store, first_chunk(store, 1))
+        for step in (0, 2, 4):
+            store.push(tmp_path / "mirror", ids[step], create=True)
+        whole = len(chunks_by_codec(store, patched=False))
+    lost.unlink()
+    heal(place, tmp_path / "mirror")
+    with ckptstore.open(place) as store:
+        for step in (0, 2, 3, 4, 5):
+            assert same(store.checkout(step).read("w"), nudged(SHAPE, step))
+        assert store.fsck(read_data="all").damaged_commits.keys() == {ids[1]}
+        copies = len(chunks_by_codec(store, patched=False)) - whole
+        assert copies == whole, "one for all that are patches of it"
+
+
 def test_views_of_one_memory_are_restored_in_place(tmp_path: Path) -> None:
     """Chunks of a request may overlap: what a patch is applied to lies elsewhere."""
 

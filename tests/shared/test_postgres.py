@@ -412,7 +412,10 @@ def test_a_lost_configuration_is_written_again_with_the_place_of_the_log(
         first = store.commit(state_of(1), step=1)
         before = config.read_bytes()
         config.unlink()
-        with pytest.raises(InvalidInput, match="name that database"), open_offline_store(local.place):
+        with (
+            pytest.raises(InvalidInput, match="name that database"),
+            open_offline_store(local.place),
+        ):
             pass
         with open_offline_store(local.place, index=index) as offline:
             repaired = repair(offline, apply=True)
