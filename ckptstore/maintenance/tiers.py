@@ -379,7 +379,8 @@ class Tier:
     def _send(self, newest: bool) -> None:
         state = self._own.log.replay()
         if self._remote:  # before it is asked: what is not to be sent need not wait for it
-            self._drop_passed(due_commits(state, self._remote[0].log.state, self._every_steps))
+            due = due_commits(state, self._remote[0].log.state, self._every_steps)
+            self._drop_passed(state, due)
         remote = self._opened()
         due = due_commits(state, remote.log.replay(), self._every_steps, newest=newest)
         done = mirror(self._own, remote, due, MirrorOptions(force=True), self._threads)
@@ -412,13 +413,13 @@ class Tier:
             self._damaged = True
             raise
 
-    def _drop_passed(self, due: Collection[CommitId]) -> None:
-        """Forget commits that no policy keeps and that are not to be sent. The two newest of each
-        run stay in any case."""
+    def _drop_passed(self, state: State, due: Collection[CommitId]) -> None:
+        """Forget commits of `state` that no policy keeps and that are not to be sent. The two
+        newest of each run stay in any case."""
         if self._every_steps == 1 or not self._keep:
             return
         reader = Reader(self._own.config, self._own.objects, self._threads)
-        plan = plan_retention(self._own, self._own.log.replay(), self._keep, reader)
+        plan = plan_retention(self._own, state, self._keep, reader)
         if gone := [each.commit for each in plan.forgotten if each.commit not in due]:
             forget_commits(self._own, gone, reason=f"not for {self.place}")
             collect(self._own, GcOptions(at_once=frozenset(gone)))

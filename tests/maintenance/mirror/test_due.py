@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import InvalidInput
+from ckptstore.maintenance import tiers
 from ckptstore.maintenance.tiers import due_commits, is_covered
 
 
@@ -115,3 +116,32 @@ def test_memory_holds_few_commits_while_the_mirror_takes_every_fourth(tmp_path: 
             assert here[0].step == step
     with ckptstore.open(tmp_path / "there") as there:
         assert [info.step for info in there.log()] == [11, 8, 4, 1]
+
+
+def test_what_is_committed_while_a_look_is_acted_on_waits_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another trainer commits steps 4 to 7 when it is known what is due, and not yet what goes."""
+    trained, look = list[bool](), tiers.due_commits
+
+    def looked(*args: object, **options: bool) -> frozenset[CommitId]:
+        due = look(*args, **options)  # type: ignore[arg-type]
+        if trained == [False]:
+            trained[:] = [True]
+            with ckptstore.open(tmp_path / "here") as other:
+                for step in range(4, 8):
+                    other.commit({"x": list(range(step))}, step=step)
+        return due
+
+    monkeypatch.setattr(tiers, "due_commits", looked)
+    keep = ckptstore.KeepLast(1)
+    mirror = ckptstore.Mirror(tmp_path / "there", keep_local=keep, every_steps=4)
+    with ckptstore.open(tmp_path / "here", mirror=mirror) as store:
+        store.commit({"x": [1]}, step=1)
+        assert store.flush_mirror()
+        trained.append(False)
+        store.commit({"x": [1, 2]}, step=2)
+    assert trained == [True]
+    ckptstore.open(tmp_path / "here", mirror=mirror).close()
+    with ckptstore.open(tmp_path / "there") as there:
+        assert {info.step for info in there.log()} >= {1, 4, 7}
