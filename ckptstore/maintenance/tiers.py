@@ -260,10 +260,13 @@ class Tier:
         would begin anew, and pass for the newest.
         """
         rows: list[tuple[int, int, Reader | None, Resolved]] = []
-        rows += [(here.commits[info.id].time_ns, 1, None, info) for info in newest_first(here, run)]
+        latest_ns, known = 0, dict[CommitId, int]()
+        for info in reversed(mine := newest_first(here, run)):
+            # The log knows what came later, also if a clock was set back.
+            latest_ns = known[info.id] = max(latest_ns, here.commits[info.id].time_ns)
+        rows += [(known[info.id], 1, None, info) for info in mine]
         there = self._ask(lambda remote: remote.log.replay(), alone=not rows)
         if there is not None:
-            known = {info.id: time_ns for time_ns, _, _, info in rows}
             reader = self._reader()
             rows += [
                 (known.get(i.id, there.commits[i.id].time_ns), 0, reader, i)

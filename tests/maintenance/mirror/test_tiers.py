@@ -4,6 +4,7 @@ other."""
 import logging
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,20 @@ def test_a_new_disk_begins_nothing_anew_while_the_mirror_is_away(
         away(False)
         resumed = store.resume(state(9))
         assert resumed is not None and resumed.step == 0
+
+
+def test_a_clock_that_was_set_back_makes_no_commit_older(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a host boots with a wrong time and then asks its network for the right one."""
+    with opened(place) as store:
+        with monkeypatch.context() as fast:
+            ahead_ns = time.time_ns() + 3_600_000_000_000
+            fast.setattr(time, "time_ns", lambda: ahead_ns)
+            store.commit(state(1), step=1)
+        store.commit(state(2), step=2)
+        assert store.checkout("latest").step == 2
+        assert store.resume(state(0)).step == 2
 
 
 def test_the_newest_of_both_is_resumed(place: Path, tmp_path: Path) -> None:
