@@ -7,6 +7,7 @@ be forgotten.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ckptstore.core.ids import CommitId, is_hold, parse_tag
 from ckptstore.core.model import CommitInfo
@@ -20,6 +21,7 @@ from ckptstore.log.state import State, by_age
 from ckptstore.maintenance.mover import persist
 from ckptstore.maintenance.retention import (
     NOTHING_PINNED,
+    Decision,
     ForgetPlan,
     Policy,
     Thin,
@@ -56,37 +58,48 @@ def forget_by_policy(
     there is nothing to forget, and for a glob that matches no leaf. Logs the notes of an executed
     plan.
     """
+    done: list[Decision] = []
     for _ in range(ATTEMPTS):
         state = handle.log.replay()
         plan = plan_retention(handle, state, policies, reader, run, pinned)
         if plan.forgotten or plan.thinned:
             check_metrics(state, policies, run)
+        by_age = sorted((*plan.decisions, *done), key=lambda each: each.row.age, reverse=True)
+        whole = replace(plan, decisions=tuple(by_age))
         if dry_run or not (plan.forgotten or plan.thinned):
-            return plan
+            return whole
         try:
-            carry_out(handle, plan, reader)
+            carry_out(handle, plan, reader, done=done)
         except Refused as error:
             if error.refusal.code not in _CHANGED_MEANWHILE:
                 raise
             last = error
             continue
-        return plan
+        return whole
     raise Conflict(
         f"others changed the store {ATTEMPTS} times while forget looked; repeat it"
     ) from last
 
 
 def carry_out(
-    handle: StoreHandle, plan: ForgetPlan, reader: Reader, *, all_commits: bool = False
+    handle: StoreHandle,
+    plan: ForgetPlan,
+    reader: Reader,
+    *,
+    all_commits: bool = False,
+    done: list[Decision] | None = None,
 ) -> None:
     """Forget and thin exactly what a plan says. Raises `Refused` for what others have pinned,
-    forgotten or purged meanwhile, and unless `all_commits` for what is now the newest of a run.
-    Logs the notes of the plan."""
+    forgotten or purged meanwhile, and unless `all_commits` for what is now the newest of a run;
+    what was `done` before is added there. Logs the notes of the plan."""
+    done = [] if done is None else done
     if plan.forgotten:
         spared = newest_spared([each.commit for each in plan.forgotten])
         _append(handle, plan, None if all_commits else spared)
+        done += plan.forgotten
     for decision in plan.thinned:
         thin_commit(handle, reader, decision.commit, decision.thin)
+        done.append(decision)
     for note in plan.notes:
         logger.warning("%s", note)
 

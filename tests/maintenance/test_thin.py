@@ -14,6 +14,7 @@ import torch
 import ckptstore
 from ckptstore.analysis import bad_number, norm
 from ckptstore.errors import Conflict, InvalidInput, Thinned
+from ckptstore.maintenance import forget
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
 from ckptstore.maintenance.forget import forget_by_policy
@@ -364,6 +365,28 @@ def test_the_commit_that_is_thinned_next_may_be_purged_before_it_is_read(
         assert purged
         assert [info.step for info in store.log()] == [5, 4]
         assert not store.fsck(read_data="100%").findings
+
+
+def test_what_was_done_before_somebody_set_a_tag_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit is tagged when others were forgotten and it is to be thinned: it stays whole."""
+    ids, thin = make(tmp_path / "store"), forget.thin_commit
+    tagged: list[str] = []
+
+    def meanwhile(handle: Any, reader: Any, commit: Any, globs: Any) -> object:
+        if not tagged:
+            with ckptstore.open(tmp_path / "store") as other:
+                other.tag("good", commit)
+            tagged.append(commit)
+        return thin(handle, reader, commit, globs)
+
+    monkeypatch.setattr(forget, "thin_commit", meanwhile)
+    with ckptstore.open(tmp_path / "store") as store:
+        plan = store.forget([KeepLast(4), KeepLast(2).thin("optimizer/**")])
+        assert plan.done == "forgot 2 commits, thinned 1"
+        assert [each.commit for each in plan.forgotten] == ids[1::-1]
+        assert [each.commit for each in plan.decisions] == ids[::-1]
 
 
 @pytest.mark.parametrize("order", sorted(itertools.permutations(range(3))))
