@@ -423,3 +423,17 @@ def test_a_lost_configuration_is_written_again_with_the_place_of_the_log(
         second = store.commit(state_of(2), step=2)
     with local.open(host) as again:
         assert [info.id for info in again.log()] == [second.id, first.id]
+
+
+def test_a_copy_of_an_entry_that_was_lost_is_made_again_from_the_database(
+    local: Site, host: Path
+) -> None:
+    with local.open(host) as store:
+        for step in range(3):
+            store.commit(state_of(step), step=step)
+        copy = Path(local.place, log_key(2))
+        before = copy.read_bytes()
+        copy.unlink()
+        assert store.fsck().damaged
+        assert store.repair(apply=True).applied
+        assert copy.read_bytes() == before and not store.fsck().findings

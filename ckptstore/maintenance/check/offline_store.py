@@ -82,7 +82,9 @@ class OfflineStore:
         return self._ask(lambda catalog: Position(*catalog.position()))
 
     def copies(self, numbers: Iterable[int]) -> dict[int, bytes]:
-        """The catalog's copies of log entries, as far as it has them."""
+        """The catalog's copies of log entries, or those in the database, as far as they exist."""
+        if (log := self.database) is not None:
+            return {n: data for n in numbers if (data := log.read(n)) is not None}
         found = self._ask(
             lambda catalog: {n: data for n in numbers if (data := catalog.entry(n)) is not None}
         )
