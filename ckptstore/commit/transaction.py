@@ -268,6 +268,8 @@ class Transaction:
         self.measured: Measured | None = None
         self.patching = True
         """Whether chunks may be kept in memory and stored as patches; not within a budget."""
+        self.is_with_publisher = False
+        """Whether it is known that this writer has the publisher's store."""
         self.table: ChunkTable | None = None
         """The chunks of the last `write`."""
         self.asked = False
@@ -357,7 +359,7 @@ class Transaction:
 
     def receipt(self) -> Receipt:
         """This writer's receipt, once its packs are durable."""
-        seen = self._sees_session()  # asked while packs are being closed
+        seen = self.is_with_publisher or self._sees_session()  # while packs are being closed
         self.packs.wait()
         return Receipt(
             seen,

@@ -83,6 +83,7 @@ class RanksCommitter:
         self._schemas = LastSchemas()
         self._described_last = b""
         self._planned_with: Collective | None = None  # its ranks, in whose order the task counts
+        self._committed_with: Collective | None = None  # its ranks have one store
         self._task: RankTask | None = None
         self._plans: Plans = {}
 
@@ -174,6 +175,7 @@ class RanksCommitter:
         )
         transaction.measured, transaction.asked_before = request.measured, request.asked
         transaction.patching = request.memory_budget_bytes is None
+        transaction.is_with_publisher = peers.leads or peers is self._committed_with
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
         label, threads = described.label, self._to.threads
         before = partial(self._to.before, label.run, label.parents)
@@ -187,6 +189,7 @@ class RanksCommitter:
             )
             kind, said = publication.ask(decided, described.label)
             if kind == DONE:
+                self._committed_with = peers
                 return publication.done(*said)
             transaction.asked = False
             if kind != AGAIN:
