@@ -1,12 +1,15 @@
-"""What many small tensors cost, nested under one key and flat at the top: `python -m
+"""What many small tensors cost, flat at the top and nested under one key: `python -m
 benchmarks.many_tensors --tensors 10000`.
 
 The state has tensors of 64 float32 each, and all of them change from commit to commit. Beside are
 torch.save with fsync, torch.load and safetensors' save_file of the same tensors. Figures are
-seconds by the clock and, of what runs in this process, of processor time; the fastest of several.
+seconds by the clock, seconds of processor time, and the highest memory: of calls beyond what was in
+use before, of commands that of their process. Each row is the fastest of several rounds, in which
+flat and nested take turns.
 """
 
 import argparse
+import gc
 import os
 import shutil
 import tempfile
@@ -18,9 +21,26 @@ import torch
 from safetensors.torch import save_file
 
 import ckptstore
-from benchmarks.many_commits import Took, command, timed
+from benchmarks.many_commits import Row, command, timed
+from benchmarks.progress import note
+from benchmarks.status import status_bytes
 
-ROUNDS = 3
+State = dict[str, Any]
+SHAPES: dict[str, Callable[[State], State]] = {
+    "flat": lambda state: state,
+    "nested": lambda state: {"model": state},
+}
+COMMANDS = {
+    "`diff`": ("diff", "0", "1"),
+    "`show`": ("show", "2"),
+    "`ls`": ("ls", "2"),
+    "`log`": ("log",),
+    "`stats`": ("stats",),
+    "`fsck`": ("fsck",),
+}
+
+
+HISTORY = tuple(word for step in "012" for word in ("--ref", step))
 
 
 def tensors(count: int, step: int) -> dict[str, torch.Tensor]:
@@ -29,99 +49,109 @@ def tensors(count: int, step: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}.weight": values[i].clone() for i in range(count)}
 
 
-def best(times: list[Took]) -> Took:
-    return min(times)
+def call(act: Callable[[], object]) -> Row:
+    """A call of this process."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    return *timed(act), status_bytes("VmHWM") - before
 
 
-def saved(state: dict[str, torch.Tensor], path: Path) -> None:
+def saved(state: State, path: Path) -> None:
     with path.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def peers(folder: Path, count: int) -> dict[str, Took]:
+def peers(folder: Path, count: int) -> dict[str, Row]:
     """What each row is compared with."""
     state, path = tensors(count, 0), folder / "state.pt"
     exported = str(folder / "state.safetensors")
-    rounds = range(ROUNDS)
     return {
-        "first commit": best([timed(lambda: saved(state, path)) for _ in rounds]),
-        "restore in place": best([timed(lambda: torch.load(path)) for _ in rounds]),
-        "export safetensors": best([timed(lambda: save_file(state, exported)) for _ in rounds]),
+        "first commit": call(lambda: saved(state, path)),
+        "restore in place": call(lambda: torch.load(path)),
+        "export safetensors": call(lambda: save_file(state, exported)),
     }
 
 
-def held(store: ckptstore.Store, state: dict[str, Any], step: int) -> Took:
+def held(store: ckptstore.Store, state: State, step: int) -> Row:
     """How long an asynchronous commit holds its caller."""
     pending = []
-    took = timed(lambda: pending.append(store.commit_async(state, step=step)))
+    took = call(lambda: pending.append(store.commit_async(state, step=step)))
     pending[0].wait()
     return took
 
 
-def measure(
-    folder: Path, count: int, wrap: Callable[[dict[str, torch.Tensor]], dict[str, Any]]
-) -> dict[str, Took]:
-    """The rows of one shape of the state."""
-    found: dict[str, list[Took]] = {}
-    states = [wrap(tensors(count, step)) for step in range(4)]
-    for number in range(ROUNDS):
-        place = folder / f"first{number}"
-        with ckptstore.open(place) as store:
-            found.setdefault("first commit", []).append(
-                timed(lambda: store.commit(states[0], step=0))
-            )
+def calls(folder: Path, states: list[State]) -> dict[str, Row]:
+    """The rows of an open process; leaves a store of three commits."""
+    found: dict[str, Row] = {}
+    with ckptstore.open(folder / "store") as store:
+        found["first commit"] = call(lambda: store.commit(states[0], step=0))
+        found["commit, all changed"] = call(lambda: store.commit(states[1], step=1))
+        store.commit(states[2], step=2)
+        found["commit, none changed"] = call(lambda: store.commit(states[2], step=3))
+        target = states[0]
+        found["restore in place"] = call(lambda: store.checkout(1).restore(target))
+        found["`state_dict`"] = call(lambda: store.checkout(1).state_dict())
+        found["diff"] = call(lambda: store.diff(0, 1))
+        found["commit_async, held"] = held(store, states[2], 4)
+    return found
+
+
+def commands(folder: Path) -> dict[str, Row]:
+    """The rows of processes of their own."""
     place = folder / "store"
-    with ckptstore.open(place) as store:
-        for step in range(3):
-            store.commit(states[step], step=step)
-        target = wrap(tensors(count, 9))
-        for _ in range(ROUNDS):
-            found.setdefault("restore in place", []).append(
-                timed(lambda: store.checkout(2).restore(target))
-            )
-        for step in (3, 4, 5):
-            found.setdefault("commit_async, held", []).append(held(store, states[step % 2], step))
-        for _ in range(ROUNDS):
-            found.setdefault("diff", []).append(timed(lambda: store.diff(0, 1)))
-    for words in (("diff", "0", "1"), ("show", "2"), ("ls", "2"), ("log",), ("fsck",)):
-        for _ in range(2):
-            clock_s, cpu_s, _ = command(place, *words)
-            found.setdefault(f"`{words[0]}`", []).append((clock_s, cpu_s))
-    for number in range(2):
-        target_place = folder / f"mirror{number}"
-        clock_s, cpu_s, _ = command(place, "push", str(target_place), "--create")
-        found.setdefault("`push`", []).append((clock_s, cpu_s))
-    for number in range(2):
-        file = folder / f"out{number}.safetensors"
-        clock_s, cpu_s, _ = command(place, "export", "2", str(file))
-        found.setdefault("export safetensors", []).append((clock_s, cpu_s))
-    shutil.rmtree(folder / "first0")
-    with ckptstore.open(folder / "first1") as store:
-        for step in (1, 2):
-            store.commit(states[step], step=step)
-    clock_s, cpu_s, _ = command(folder / "first1", "history")
-    found["`history` of three"] = [(clock_s, cpu_s)]
-    return {name: best(times) for name, times in found.items()}
+    found = {name: command(place, *words) for name, words in COMMANDS.items()}
+    found["`push`"] = command(place, "push", str(folder / "mirror"), "--create")
+    exported = str(folder / "out.safetensors")
+    found["export safetensors"] = command(place, "export", "2", exported)
+    found["`history` of three"] = command(place, "history", *HISTORY)
+    return found
+
+
+def measure(folder: Path, count: int, rounds: int) -> dict[str, dict[str, Row]]:
+    """All rows, by the shape of the state; under `peer` what they are compared with."""
+    found: dict[str, dict[str, Row]] = {}
+    for number in range(rounds):
+        for name, wrap in SHAPES.items():
+            note(f"round {number + 1}: {name}")
+            folder.mkdir()
+            rows = calls(folder, [wrap(tensors(count, step)) for step in range(3)])
+            rows |= commands(folder)
+            found[name] = _best(rows, found.get(name, rows))
+            shutil.rmtree(folder)
+        folder.mkdir()
+        rows = peers(folder, count)
+        found["peer"] = _best(rows, found.get("peer", rows))
+        shutil.rmtree(folder)
+    return found
+
+
+def _best(rows: dict[str, Row], before: dict[str, Row]) -> dict[str, Row]:
+    """The least of each figure."""
+    return {
+        name: (min(a, before[name][0]), min(b, before[name][1]), min(c, before[name][2]))
+        for name, (a, b, c) in rows.items()
+    }
+
+
+def _text(row: Row | None) -> str:
+    return f"{row[0]:7.3f} {row[1]:7.3f} {row[2] >> 20:5}" if row else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        flat = measure(Path(name, "flat"), args.tensors, lambda state: state)
-        nested = measure(Path(name, "nested"), args.tensors, lambda state: {"model": state})
-        beside = peers(Path(name), args.tensors)
-    print(f"{'':22} {'flat':>16} {'nested':>16} {'peer':>16}  flat / nested, of the processor")
-    for row in nested:
-        texts = [
-            " ".join(f"{seconds:7.3f}" for seconds in found.get(row, ()))
-            for found in (flat, nested, beside)
-        ]
-        ratio = flat[row][1] / nested[row][1]
-        print(f"{row:22} {texts[0]:>16} {texts[1]:>16} {texts[2]:>16}  {ratio:.2f}")
+        found = measure(Path(name, "place"), args.tensors, args.rounds)
+    head = "  ".join(f"{each + ', s, cpu s, MiB':>21}" for each in found)
+    print(f"{args.tensors:<20,} {head}  flat / nested, of the processor")
+    for row in found["nested"]:
+        texts = "  ".join(f"{_text(each.get(row)):>21}" for each in found.values())
+        print(f"{row:20} {texts}  {found['flat'][row][1] / found['nested'][row][1]:.2f}")
 
 
 if __name__ == "__main__":

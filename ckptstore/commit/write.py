@@ -294,7 +294,7 @@ class ChunkWriter:
         if self._measured is None or not is_measured(dtype):
             return
         if (key := key_of(dtype, chunk)) not in self._measured:
-            from ckptstore.state.measure import moments_of  # without torch unless it is wanted
+            from ckptstore.state.measure import moments_of  # NumKong, only where it is wanted
 
             self._measured[key] = moments_of(raw, dtype).encode()
 

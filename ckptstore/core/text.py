@@ -270,10 +270,19 @@ class Table:
         shown = [_Shown(*each, terminal, header=self.header) for each in self.by_column()]
         width = terminal.width if terminal else sys.maxsize
         fitted = _fitted(shown, width - len(indent))
+        blanks = [" " * each.width for each in fitted]
         for row in zip(*(each.cells() for each in fitted), strict=True):
-            # The last line of each cell is blank, for rows in which others are higher.
-            for n in range(max(map(len, row)) - 1):
-                yield indent + gap.join([cell[min(n, len(cell) - 1)] for cell in row]).rstrip()
+            line = gap.join(row)
+            if "\n" in line:  # the last line of each cell is blank, where others are higher
+                cells = [
+                    (*cell.split("\n"), blank) for cell, blank in zip(row, blanks, strict=True)
+                ]
+                for n in range(max(map(len, cells)) - 1):
+                    yield (
+                        indent + gap.join([cell[min(n, len(cell) - 1)] for cell in cells]).rstrip()
+                    )
+            else:
+                yield indent + line.rstrip()
 
 
 class _Shown:
@@ -284,26 +293,33 @@ class _Shown:
     ) -> None:
         self.column, self._header, self._terminal = column, header, terminal
         write, empty = _writer(column.kind, terminal), "-" if header and not terminal else ""
-        self._texts = ["" if value is None else printable(write(value)) for value in values]
+        self._texts = ["" if value is None else write(value) for value in values]
+        if not "".join(self._texts).isprintable():
+            self._texts = list(map(printable, self._texts))
         self._texts = [text or empty for text in self._texts]
         if header:
             self._texts.insert(0, printable(_name(column, terminal)))
-        self.width = max(map(_width, self._texts))
+        self._is_ascii = "".join(self._texts).isascii()
+        self.width = self._whole = max(map(len if self._is_ascii else _width, self._texts))
         self.least = self.width if column.fit == "keep" else min(self.width, column.least)
 
-    def cells(self) -> Iterator[Sequence[str]]:
-        """The lines of each cell, as wide as the column, and a blank one."""
-        blank, column = " " * self.width, self.column
+    def cells(self) -> Iterable[str]:
+        """The cells, as wide as the column: several lines each where they are folded."""
+        column, width = self.column, self.width
         colors = self._terminal is not None and self._terminal.colors
+        if self._is_ascii and width == self._whole and not colors:  # there may be millions
+            pad = str.ljust if column.kind in _LEFT else str.rjust
+            return [pad(text, width) for text in self._texts]
         look = column.style or _STYLES.get(column.kind, "") if colors else ""
-        parameter = DIM if colors and self._header else look
-        for text in self._texts:
-            if _width(text) <= self.width:  # most, of which there may be millions
-                yield self._padded(text, parameter), blank
-            else:
-                lines = _folded(text, column.fit, self.width)
-                yield *(self._padded(line, parameter) for line in lines), blank
-            parameter = look
+        head = DIM if colors and self._header else look
+        return (
+            self._cell(text, look if number else head) for number, text in enumerate(self._texts)
+        )
+
+    def _cell(self, text: str, parameter: str) -> str:
+        fits = _width(text) <= self.width
+        lines = [text] if fits else _folded(text, self.column.fit, self.width)
+        return "\n".join([self._padded(line, parameter) for line in lines])
 
     def _padded(self, text: str, parameter: str) -> str:
         space, shown = " " * (self.width - _width(text)), style(text, parameter)

@@ -17,7 +17,6 @@ from ckptstore.internals import MakeMetadata, PendingCommit
 from ckptstore.log.resolve import Resolved
 from ckptstore.maintenance import forget
 from ckptstore.maintenance.retention import Policy
-from ckptstore.maintenance_api import Maintenance  # offered as well
 from ckptstore.open_store import open_commit
 from ckptstore.plugins.adopt import adoption
 from ckptstore.repository.chunk_store import ObjectStore

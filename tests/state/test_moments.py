@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from ckptstore.core.statistics import Moments, added_moments
-from ckptstore.state.measure import moments_of, statistics_of
+from ckptstore.core.statistics import Moments, added_moments, is_measured
+from ckptstore.state.measure import (
+    moments_of,
+    squared_distance,
+    squared_distances,
+    statistics_of,
+    statistics_of_many,
+)
 from ckptstore.state.tensors import DTYPES, memory_of
 
 NARROW = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
@@ -111,3 +117,41 @@ def test_memory_may_begin_anywhere_and_may_be_read_only(dtype: str) -> None:
         assert moments_of(moved, dtype) == moments_of(memory_of(x), dtype)
         assert moments_of(moved.toreadonly(), dtype) == moments_of(memory_of(x), dtype)
     assert moments_of(memoryview(b""), dtype).elements == 0 == added_moments([]).elements
+
+
+MEASURED = [name for name in DTYPES if is_measured(name)]
+
+
+@pytest.mark.parametrize("dtype", [name for name in MEASURED if name.startswith("float8")])
+def test_each_byte_is_the_number_that_torch_makes_of_it(dtype: str) -> None:
+    for byte in range(256):
+        data = memoryview(bytes([byte]))
+        number = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(DTYPES[dtype]).double()
+        found = statistics_of_many({byte: data}, dtype)[byte]
+        assert found.nan == int(number.isnan())
+        assert found.inf == int(number.isinf())
+        if found.finite:
+            assert found.min == found.max == found.sum == float(number)
+
+
+@given(
+    st.sampled_from(MEASURED),
+    st.lists(st.binary(max_size=80).map(lambda raw: raw[: len(raw) // 8 * 8]), max_size=6),
+    st.booleans(),
+)
+def test_many_chunks_are_measured_as_each_alone(
+    dtype: str, chunks: list[bytes], large: bool
+) -> None:
+    if dtype == "bool":
+        chunks = [bytes(byte & 1 for byte in chunk) for chunk in chunks]
+    many = {i: memoryview(chunk * (4096 if large else 1)) for i, chunk in enumerate(chunks)}
+    for i, found in statistics_of_many(many, dtype).items():
+        alone = statistics_of(many[i], dtype)
+        for name in ("elements", "nan", "inf", "zeros", "min", "max"):
+            assert getattr(found, name) == getattr(alone, name), name
+        assert found.squares == pytest.approx(alone.squares, rel=2e-5)
+    pairs = {i: (many[i], many[i][::-1].tobytes()) for i in many if len(many[i])}
+    pairs = {i: (a, memoryview(b)) for i, (a, b) in pairs.items()}
+    for i, squares in squared_distances(pairs, dtype).items():
+        assert squares == pytest.approx(squared_distance(*pairs[i], dtype), nan_ok=True)
+    assert statistics_of_many({}, dtype) == {} == squared_distances({}, dtype)

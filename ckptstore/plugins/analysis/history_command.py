@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptstore.plugin.commands import Answer, Call, Part, columns
-from ckptstore.plugin.stores import Maintenance
+from ckptstore.plugin.maintenance import Maintenance
 from ckptstore.plugin.text import Column, Table, count_text
 
 if TYPE_CHECKING:

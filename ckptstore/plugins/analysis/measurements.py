@@ -1,6 +1,8 @@
 """What is known of the numbers in tensors of commits? Measures each chunk once.
 
-Statistics are kept in the catalog by the chunk's id, distances by the ids of two chunks.
+Statistics are kept in the catalog by the chunk's id, distances by the ids of two chunks. Leaves in
+pages are at hand with these, and small: all of them are measured again at once, in less time than
+it takes to look them up.
 """
 
 import math
@@ -41,8 +43,7 @@ BATCH = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A tensor leaf of a commit. `chunks` are the ids of its chunks; of a leaf in a page, the id
-    that it would have."""
+    """A tensor leaf of a commit. `chunks` are the ids of its chunks; a leaf in a page has none."""
 
     commit: CommitId
     tree: Tree
@@ -54,13 +55,14 @@ class Tensor:
     @classmethod
     def of(cls, commit: CommitId, tree: Tree, i: int) -> "Tensor":
         content = tree.content(i)
-        chunks: tuple[bytes, ...]
-        if content.inline is not None:
-            chunks = (digest(content.inline),) if content.inline else ()
-        else:
-            ids, starts = content.ids, range(0, len(content.ids), CHUNK_ID_BYTES)
-            chunks = tuple(ids[at : at + CHUNK_ID_BYTES] for at in starts)
+        ids, starts = content.ids, range(0, len(content.ids), CHUNK_ID_BYTES)
+        chunks = tuple([ids[at : at + CHUNK_ID_BYTES] for at in starts])
         return cls(commit, tree, i, tree.schema.dtypes[i], content, chunks)
+
+    @property
+    def in_page(self) -> memoryview | None:
+        """Its bytes, if they lie in a page."""
+        return None if self.content.inline is None else memoryview(self.content.inline)
 
     def is_as_in(self, tree: Tree, i: int) -> bool:
         """Whether leaf `i` of another tree is this one, chunk by chunk."""
@@ -86,6 +88,10 @@ class Tensor:
     def fits(self, other: "Tensor") -> bool:
         shapes = (each.tree.schema.shapes[each.i] for each in (self, other))
         return self.dtype == other.dtype and len(set(shapes)) == 1
+
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""Two tensors of one shape and dtype."""
 
 
 class _Measure(NamedTuple):
@@ -115,20 +121,24 @@ class Measurements:
     ) -> None:
         self._handle, self._threads, self._progress = handle, threads, progress
         self._known = dict(known or {})
+        self._in_pages: dict[Tensor, Statistics] = {}
+        self._between: dict[Pair, float] = {}
 
     def statistics(self, tensor: Tensor) -> Statistics:
-        """What is known of a tensor that was among those to `look_up`."""
-        return added(map(decode_statistics, self._of(tensor)))
+        """What is known of a tensor that was among those last to `look_up`."""
+        return self._in_pages.get(tensor) or added(map(decode_statistics, self._of(tensor)))
 
     def moments(self, tensor: Tensor) -> Moments:
-        """What is known of a tensor of which moments, or more, were looked up."""
-        return added_moments(map(decode_moments, self._of(tensor)))
+        """What is known of a tensor of which moments, or more, were looked up last."""
+        return self._in_pages.get(tensor) or added_moments(map(decode_moments, self._of(tensor)))
 
     def _of(self, tensor: Tensor) -> list[bytes]:
         return [self._known[key_of(tensor.dtype, chunk)] for chunk in tensor.chunks]
 
     def distance(self, a: Tensor, b: Tensor) -> float:
-        """The Euclidean distance of two tensors that were among the pairs to `look_up`."""
+        """The Euclidean distance of two tensors that were among the pairs last to `look_up`."""
+        if (squares := self._between.get((a, b))) is not None:
+            return math.sqrt(squares)
         parts = (self._known[each.key] for each in _of_pair(a, b))
         return math.sqrt(math.fsum(map(decode_distance, parts)))
 
@@ -145,7 +155,8 @@ class Measurements:
     ) -> None:
         """Know everything about these, or their moments at least, by reading what the catalog has
         not; it then has it."""
-        wanted = {each.key: each for tensor in tensors for each in _of_one(tensor)}
+        alone, pairs = self._measured_in_pages(tensors, pairs)
+        wanted = {each.key: each for tensor in alone for each in _of_one(tensor)}
         wanted |= {each.key: each for pair in pairs for each in _of_pair(*pair)}
         unknown = [key for key in wanted if not self._has(key, only_moments)]
         if unknown:
@@ -165,6 +176,32 @@ class Measurements:
             self._threads.spread(measure, list(_batches(_by_place(missing))))
         self._known |= found
         self._handle.keep_statistics(found)
+
+    def _measured_in_pages(
+        self, tensors: Iterable[Tensor], pairs: Iterable[Pair]
+    ) -> tuple[list[Tensor], list[Pair]]:
+        """Measure what lies in pages; returns the other tensors and pairs."""
+        from ckptstore.plugin.statistics import squared_distances, statistics_of_many
+
+        chunks: dict[str, dict[Tensor, memoryview]] = {}
+        gaps: dict[str, dict[Pair, tuple[memoryview, memoryview]]] = {}
+        left, apart = list[Tensor](), list[Pair]()
+        for tensor in tensors:
+            if (data := tensor.in_page) is None:
+                left.append(tensor)
+            else:
+                chunks.setdefault(tensor.dtype, {})[tensor] = data
+        for a, b in pairs:
+            if (x := a.in_page) is None or (y := b.in_page) is None:
+                apart.append((a, b))
+            else:
+                gaps.setdefault(a.dtype, {})[a, b] = x, y
+        self._in_pages, self._between = {}, {}
+        for dtype, of_dtype in chunks.items():
+            self._in_pages |= statistics_of_many(of_dtype, dtype)
+        for dtype, of_pairs in gaps.items():
+            self._between |= squared_distances(of_pairs, dtype)
+        return left, apart
 
 
 def with_tensors(
@@ -261,20 +298,26 @@ def _nbytes(tensor: Tensor, box: Box | None) -> int:
 
 def _measure(reader: Reader, found: dict[bytes, bytes], batch: Batch) -> None:
     """Read and measure a batch; the results go to `found`."""
-    from ckptstore.plugin.tensors import squared_distance, statistics_of
+    from ckptstore.plugin.statistics import squared_distances, statistics_of_many
 
     parts = dict.fromkeys(
         part for each, boxes in batch for part in zip(each.tensors, boxes, strict=True)
     )
     memories = dict(zip(parts, _read(reader, list(parts)), strict=True))
+    chunks: dict[str, dict[bytes, memoryview]] = {}
+    gaps: dict[str, dict[bytes, tuple[memoryview, memoryview]]] = {}
     for each, boxes in batch:
-        dtype = each.tensors[0].dtype
         first, *second = (memories[part] for part in zip(each.tensors, boxes, strict=True))
-        found[each.key] = (
-            encode_distance(squared_distance(first, second[0], dtype))
-            if second
-            else statistics_of(first, dtype).encode()
-        )
+        if second:
+            gaps.setdefault(each.tensors[0].dtype, {})[each.key] = first, second[0]
+        else:
+            chunks.setdefault(each.tensors[0].dtype, {})[each.key] = first
+    for dtype, of_dtype in chunks.items():
+        statistics = statistics_of_many(of_dtype, dtype)
+        found.update((key, each.encode()) for key, each in statistics.items())
+    for dtype, of_pairs in gaps.items():
+        squares = squared_distances(of_pairs, dtype)
+        found.update((key, encode_distance(distance)) for key, distance in squares.items())
 
 
 def _read(reader: Reader, parts: Sequence[Part]) -> list[memoryview]:

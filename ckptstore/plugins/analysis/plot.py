@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ckptstore.errors import NotFound
 from ckptstore.plugin.commands import Answer, Call, Part, UsageError
 from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.maintenance import Maintenance
 from ckptstore.plugin.model import CommitInfo
-from ckptstore.plugin.stores import Maintenance
 from ckptstore.plugins.analysis.charts import BARS, LINES, Chart, Series, check_file, draw, text_of
 from ckptstore.plugins.analysis.history_command import THREADS
 
