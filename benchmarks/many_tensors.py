@@ -137,7 +137,7 @@ def _best(rows: dict[str, Row], before: dict[str, Row]) -> dict[str, Row]:
 
 
 def _text(row: Row | None) -> str:
-    return f"{row[0]:7.3f} {row[1]:7.3f} {row[2] >> 20:5}" if row else ""
+    return f"{row[0]:7.3f} {row[1]:7.3f} {int(row[2]) >> 20:5}" if row else ""
 
 
 def main() -> None:

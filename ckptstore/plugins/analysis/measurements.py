@@ -155,8 +155,8 @@ class Measurements:
     ) -> None:
         """Know everything about these, or their moments at least, by reading what the catalog has
         not; it then has it."""
-        alone, pairs = self._measured_in_pages(tensors, pairs)
-        wanted = {each.key: each for tensor in alone for each in _of_one(tensor)}
+        tensors, pairs = self._measured_in_pages(tensors, pairs)
+        wanted = {each.key: each for tensor in tensors for each in _of_one(tensor)}
         wanted |= {each.key: each for pair in pairs for each in _of_pair(*pair)}
         unknown = [key for key in wanted if not self._has(key, only_moments)]
         if unknown:
