@@ -54,7 +54,7 @@ DOORS = {
     "maintenance.mirror": ("plugins.signing.signatures",),
     "maintenance.check.fsck": ("plugins.signing.signatures",),
     "cli.maintain": (
-        *("interop.formats", "interop.formats.new_files"),
+        *("interop.formats", "interop.formats.exports", "interop.formats.new_files"),
         *("plugins.engine.consolidated", "plugins.engine.work"),
     ),
     "cli.call": ("plugins.engine.ray_executor",),

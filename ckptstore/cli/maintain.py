@@ -13,6 +13,7 @@ from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, si
 from ckptstore.cli.labels import metrics_of
 from ckptstore.cli.policies import policies_of
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
+from ckptstore.contents import CommitContents, contents_at
 from ckptstore.core.config import default_threads
 from ckptstore.core.model import CommitInfo
 from ckptstore.core.process import Pool
@@ -361,23 +362,29 @@ def import_files(call: Call) -> Answer:
 def export_files(call: Call) -> Answer:
     args = call.args
     handle = call.open(args.ref)
-    from ckptstore.interop.formats import export
+    from ckptstore.interop.formats.exports import export_contents
 
     found = find_proven(call, handle, args.ref)
     if args.on or args.shard_size is not None:
         return _export_shards(call, handle, found)
-    store = call.training_store(handle)
+    contents = contents_at(handle, reader_of(call, handle, default_threads()), found)
     with call.screen.progress(f"exporting {short(found.id)}"):
-        snapshot = store.checkout(found.id)
-        done = export(
-            snapshot,
+        done = export_contents(
+            contents,
             args.path,
+            lambda: call.training_store(handle).checkout(found.id),
             format=args.format,
             select=args.select or "*",
             allow_pickle=args.allow_pickle,
         )
-    keys = dict.fromkeys(leaf.path.partition("/")[0] for leaf in snapshot.leaves())
-    return _exported(call, found, done, [] if args.select else list(keys))
+    keys = [] if args.select or not done.refused else _keys_with_leaves(contents)
+    return _exported(call, found, done, keys)
+
+
+def _keys_with_leaves(contents: CommitContents) -> list[str]:
+    """The keys of a commit as its paths name them."""
+    paths = (path for tree in contents.trees.values() for path in tree.schema.paths)
+    return list(dict.fromkeys(path.partition("/")[0] for path in paths))
 
 
 def _export_shards(call: Call, handle: StoreHandle, found: CommitInfo) -> Answer:

@@ -77,6 +77,14 @@ def test_adopting_and_materializing_files_imports_no_torch(tmp_path: Path) -> No
     assert imported(f"materialize 1 {tmp_path / 'out'}", store) & without == set()
 
 
+def test_a_history_and_an_export_to_safetensors_import_no_torch(
+    made_store: Path, tmp_path: Path
+) -> None:
+    assert imported("history", made_store) & (NEVER | {"sqlalchemy"}) == set()
+    words = f"export best {tmp_path / 'out.safetensors'} --select model"
+    assert imported(words, made_store) & (NEVER | {"sqlalchemy"}) == set()
+
+
 def test_a_process_of_a_command_is_set_up_before_anything_is_imported() -> None:
     code = (
         "import sys; from ckptstore.__main__ import main; import gc, os\n"

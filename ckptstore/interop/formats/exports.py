@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.formats.new_files import (
@@ -25,17 +26,19 @@ from ckptstore.interop.formats.new_files import (
     selected,
     tensors_of,
 )
-from ckptstore.plugin.reading import InFile, ReadRequest
-from ckptstore.plugin.snapshots import Snapshot, contents_of
+from ckptstore.plugin.reading import CommitContents, InFile, ReadRequest
 from ckptstore.plugins.adopt.adopting import SUFFIX
 from ckptstore.plugins.adopt.materializing import is_adopted, manifest_of, write_tree
 from ckptstore.plugins.parsers.safetensors_header import Header, read_header
+
+if TYPE_CHECKING:
+    from ckptstore.plugin.snapshots import Snapshot
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def export(
-    snapshot: Snapshot,
+    snapshot: "Snapshot",
     path: str | PathLike[str],
     *,
     format: Format | None = None,
@@ -59,26 +62,48 @@ def export(
     `Corrupt` for damaged chunks, and `Unavailable` if files cannot be written, or are not there
     afterwards. But for the last, nothing is left at `path`.
     """
+    from ckptstore.plugin.snapshots import contents_of
+
+    return export_contents(
+        contents_of(snapshot),
+        path,
+        lambda: snapshot,
+        format=format,
+        select=select,
+        allow_pickle=allow_pickle,
+    )
+
+
+def export_contents(
+    contents: CommitContents,
+    path: str | PathLike[str],
+    snapshot: "Callable[[], Snapshot]",
+    *,
+    format: Format | None = None,
+    select: str | Sequence[str] = EVERYTHING,
+    allow_pickle: bool = False,
+) -> Exported:
+    """As `export`. The commit's `snapshot`, which needs torch, is for torch's formats alone."""
     target = Path(path)
     refuse_taken(target)
-    chosen = format or _format_of(snapshot, target)
+    chosen = format or _format_of(contents, target)
     selects = (select,) if isinstance(select, str) else tuple(dict.fromkeys(select))
-    write: Callable[[Snapshot, Path, Selects, bool], Written] = {
-        "files": _write_files,
-        "safetensors": _write_safetensors,
-        "torch": _write_torch,
-        "dcp": _write_dcp,
-    }[chosen]
-    return put(target, chosen, lambda scratch: write(snapshot, scratch, selects, allow_pickle))
+    write: dict[Format, Callable[[Path], Written]] = {
+        "files": lambda scratch: _write_files(contents, scratch, selects),
+        "safetensors": lambda scratch: _write_safetensors(contents, scratch, selects),
+        "torch": lambda scratch: _write_torch(contents, snapshot(), scratch, selects, allow_pickle),
+        "dcp": lambda scratch: _write_dcp(contents, snapshot(), scratch, selects, allow_pickle),
+    }
+    return put(target, chosen, write[chosen])
 
 
-def _format_of(snapshot: Snapshot, target: Path) -> Format:
-    if is_adopted(contents_of(snapshot)):
-        names = list(manifest_of(contents_of(snapshot), snapshot.id).files)
+def _format_of(contents: CommitContents, target: Path) -> Format:
+    if is_adopted(contents):
+        names = list(manifest_of(contents, contents.commit).files)
         one_file = target.suffix in (SUFFIX, *_TORCH_SUFFIXES)
         if len(names) != 1 and one_file:
             raise InvalidInput(
-                f"{target.name} is the name of one file, and commit {snapshot.id[:12]} is a "
+                f"{target.name} is the name of one file, and commit {contents.commit[:12]} is a "
                 f"directory of {len(names)}: --format safetensors (format=…) writes its tensors "
                 "into one file, with --select those of a key such as model; --format files writes "
                 "the directory"
@@ -98,21 +123,18 @@ def _format_of(snapshot: Snapshot, target: Path) -> Format:
 # -- the same files again --
 
 
-def _write_files(
-    snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
-) -> Written:
-    if not is_adopted(contents_of(snapshot)):
+def _write_files(contents: CommitContents, scratch: Path, selects: Selects) -> Written:
+    if not is_adopted(contents):
         raise InvalidInput(
-            f"commit {snapshot.id[:12]} was not imported from files: it has no manifest of them; "
-            "choose a --format"
+            f"commit {contents.commit[:12]} was not imported from files: it has no manifest of "
+            "them; choose a --format"
         )
     if selects != (EVERYTHING,):
         raise InvalidInput(
             "the files of an import are exported all together; `ckptstore materialize --select` "
             "writes some"
         )
-    contents = contents_of(snapshot)
-    manifest = manifest_of(contents, snapshot.id)
+    manifest = manifest_of(contents, contents.commit)
     names = list(manifest.files)
     if _is_single(names, scratch):
         folder = scratch.with_name(f"{scratch.name}.d")
@@ -131,7 +153,7 @@ def _is_single(names: Sequence[str], target: Path) -> bool:
 
 
 def _write_tensors(
-    snapshot: Snapshot, target: Path, header: Header, tensors: Mapping[str, Leaf]
+    contents: CommitContents, target: Path, header: Header, tensors: Mapping[str, Leaf]
 ) -> None:
     """Write the file that `header` describes."""
     with open(target, "xb", buffering=0) as file:
@@ -142,18 +164,15 @@ def _write_tensors(
             if entry.stop > entry.start:
                 place = InFile(file.fileno(), len(header.raw) + entry.start)
                 wanted.append(ReadRequest(tree, leaf, place))
-        contents_of(snapshot).read(wanted)
+        contents.read(wanted)
 
 
 # -- safetensors --
 
 
-def _write_safetensors(
-    snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
-) -> Written:
-    contents = contents_of(snapshot)
+def _write_safetensors(contents: CommitContents, scratch: Path, selects: Selects) -> Written:
     named = tensors_of(contents, selects)
-    _write_tensors(snapshot, scratch, header_of(named), named)
+    _write_tensors(contents, scratch, header_of(named), named)
     read_header(scratch)
     return Written(left_out=left_out(contents, named))
 
@@ -162,11 +181,15 @@ def _write_safetensors(
 
 
 def _write_torch(
-    snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool
+    contents: CommitContents,
+    snapshot: "Snapshot",
+    scratch: Path,
+    selects: Selects,
+    allow_pickle: bool,
 ) -> Written:
     from ckptstore.plugin.torch_saves import check_comes_back, refused_by_torch, save
 
-    state = _state(snapshot, selects, allow_pickle)
+    state = _state(contents, snapshot, selects, allow_pickle)
     # torch.save accepts no path that begins with a dot and has no suffix
     with open(scratch, "xb") as file:
         save(state, file)
@@ -175,13 +198,19 @@ def _write_torch(
     return Written(refused=tuple(refused_by_torch(state)))
 
 
-def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle: bool) -> Written:
+def _write_dcp(
+    contents: CommitContents,
+    snapshot: "Snapshot",
+    scratch: Path,
+    selects: Selects,
+    allow_pickle: bool,
+) -> Written:
     from ckptstore.plugin.dcp import PlainPlanner, store_to_dcp, write_directory
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
         return Written()
-    state = _state(snapshot, selects, allow_pickle)
+    state = _state(contents, snapshot, selects, allow_pickle)
     write_directory(
         scratch,
         state if isinstance(state, dict) else {selects[0]: state},
@@ -190,16 +219,18 @@ def _write_dcp(snapshot: Snapshot, scratch: Path, selects: Selects, allow_pickle
     return Written()
 
 
-def _state(snapshot: Snapshot, selects: Selects, allow_pickle: bool) -> object:
+def _state(
+    contents: CommitContents, snapshot: "Snapshot", selects: Selects, allow_pickle: bool
+) -> object:
     """The value of one key; a dict of values by keys; or a dict of leaves by paths if not all of
     `selects` are keys.
     """
     if selects == (EVERYTHING,):
         return snapshot.state_dict(allow_pickle=allow_pickle)
-    if all(select in contents_of(snapshot).trees for select in selects):
+    if all(select in contents.trees for select in selects):
         found = {key: snapshot.state_dict(key, allow_pickle=allow_pickle) for key in selects}
         return found if len(selects) > 1 else found[selects[0]]
-    paths = [tree.schema.paths[i] for tree, i in selected(contents_of(snapshot), selects)]
+    paths = [tree.schema.paths[i] for tree, i in selected(contents, selects)]
     return {path: snapshot.read(path, allow_pickle=allow_pickle) for path in paths}
 
 
