@@ -10,12 +10,12 @@ from ckptstore.cli.screen import fields_of
 from ckptstore.core.config import StoreConfig
 from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.ids import CommitId, document_key, parse_chunk_id
-from ckptstore.core.model import SHARED, CommitDocument, CommitInfo, Schema
+from ckptstore.core.model import CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
 from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.objects.documents import decode_document
-from ckptstore.objects.schema import decode_schema, parts_of
+from ckptstore.objects.schema import decode_schema
 from ckptstore.repository.resolve_ref import find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 
@@ -138,15 +138,13 @@ def links_of(
 
 
 def schemas_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, Schema]:
-    """The schema of each key. The catalog has them; one that it lacks is read from the packs."""
-    found = {
+    """The schema of each tree by its name. The catalog has them; one that it lacks is read from the
+    packs."""
+    return {
         name: queries.schema(schema)
         or decode_schema(store.objects.read_metadata(parse_chunk_id(schema)))
-        for name, schema in info.schemas.items()
+        for name, schema in sorted(info.schemas.items())
     }
-    shared = found.pop(SHARED, None)
-    parts = parts_of(shared) if shared else ()
-    return dict(sorted({**found, **{part.key: part.schema for part in parts}}.items()))
 
 
 def tensor_bytes(schema: Schema, leaf: int) -> int | None:

@@ -1,7 +1,7 @@
 """`ckptstore ls`: the leaves of a commit, folded on a terminal if there are many."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from ckptstore.cli.call import Answer, Call
@@ -14,7 +14,7 @@ from ckptstore.cli.commits import (
     short,
     tensor_bytes,
 )
-from ckptstore.cli.screen import Hint, Part, columns
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.core.ids import CHUNK_ID_BYTES
 from ckptstore.core.model import CommitInfo, Schema, Shape
 from ckptstore.core.text import Table, bytes_text, count_text, near, selector
@@ -50,7 +50,7 @@ def ls(call: Call) -> Answer:
     info, queries = _find(call, store), store.queries()
     is_selected = selector(args.globs or "*")
     schemas = schemas_of(store, queries, info)
-    everything = _rows(schemas)
+    everything = _rows(schemas.values())
     rows = [row for row in everything if is_selected(row.path)]
     below = not rows and any("plain" in schema.kinds for schema in schemas.values())
     if below or args.long or info.thinned:
@@ -59,7 +59,7 @@ def ls(call: Call) -> Answer:
         contents = contents_at(store, reader_of(call, store), info)
         trees = contents.trees if below else contents.stored_trees
     if below:
-        everything = _rows({key: tree.schema for key, tree in trees.items()})
+        everything = _rows(tree.schema for tree in trees.values())
         rows = [row for row in everything if is_selected(row.path)]
     if args.globs and not rows:
         keys = {*(row.path for row in everything), *info.schemas}
@@ -78,11 +78,8 @@ def ls(call: Call) -> Answer:
     if folded:
         advice = "`ckptstore ls REF 'PATTERN'` lists those leaves, --all lists every one"
         page.append(Hint(f"* stands for numbers; {advice}"))
-    return Answer({"commit": info.id, "leaves": [_document(row, args.long) for row in rows]}, page)
-
-
-def _document(row: Row, long: bool) -> dict[str, object]:
-    return {name: item for name, item in asdict(row).items() if long or name not in _LONG}
+    names = [each.name for each in fields(Row) if args.long or each.name not in _LONG]
+    return Answer({"commit": info.id, "leaves": [fields_of(row, *names) for row in rows]}, page)
 
 
 def _find(call: Call, store: StoreHandle) -> CommitInfo:
@@ -96,9 +93,10 @@ def _find(call: Call, store: StoreHandle) -> CommitInfo:
         raise
 
 
-def _rows(schemas: Mapping[str, Schema]) -> list[Row]:
+def _rows(schemas: Iterable[Schema]) -> list[Row]:
+    """The leaves of all trees, those of each key together."""
     rows = []
-    for schema in schemas.values():
+    for schema in schemas:
         pickles, paths = set(pickled_paths(schema)), schema.paths
         rows += [
             Row(
@@ -111,7 +109,7 @@ def _rows(schemas: Mapping[str, Schema]) -> list[Row]:
             )
             for i, path in enumerate(paths)
         ]
-    return rows
+    return sorted(rows, key=lambda row: row.path.partition("/")[0])
 
 
 def _with_content(trees: Iterable["Tree"], rows: Sequence[Row]) -> list[Row]:

@@ -73,7 +73,7 @@ def show(call: Call) -> Answer:
             return None
 
     schemas = schemas_of(store, queries, info)
-    trees = [_tree(key, info, schema) for key, schema in schemas.items()]
+    trees = [_tree(name, info, schema) for name, schema in schemas.items()]
     said = layout = used = None
     if not info.forgotten:  # else it may be deleted
         said = attempt("links and the layout on ranks", lambda: document_of(store, info))
@@ -137,17 +137,18 @@ def _placement(leaf: LeafPlacement) -> tuple[str, str, int]:
     return ", ".join(leaf.placements) or boxes, "x".join(map(str, leaf.mesh or ())), len(ranks)
 
 
-def _tree(key: str, info: CommitInfo, schema: Schema) -> dict[str, Any]:
-    pickles = pickled_paths(schema)
+def _tree(name: str, info: CommitInfo, schema: Schema) -> dict[str, Any]:
+    node, pickles = schema.skeleton, dict.fromkeys(pickled_paths(schema))
+    shared = () if isinstance(node, int) or node.keys is None else node.keys
     columns = zip(schema.paths, schema.dtypes, schema.kinds, strict=True)
     kinds = Counter("pickle" if path in pickles else dtype or kind for path, dtype, kind in columns)
     return {
-        "key": key,
-        "schema": info.schemas.get(key) or info.schemas[SHARED],
+        "keys": list(shared) if name == SHARED else [name],
+        "schema": info.schemas[name],
         "leaves": len(schema),
         "tensor_bytes": sum(tensor_bytes(schema, i) or 0 for i in range(len(schema))),
         "dtypes": dict(kinds.most_common()),
-        "pickles": pickles,
+        "pickles": list(pickles),
     }
 
 
@@ -190,7 +191,7 @@ def _page(
         yield Table(named, [*said.cast.errors], "Lost precision")
     if links:
         yield fields("Links", list(links.items()))
-    named = columns("key", "leaves", "tensor bytes", "types")
+    named = columns("keys", "leaves", "tensor bytes", "types")
     yield Table(named, [_tree_row(tree) for tree in trees], "Trees")
     if paths := [path for tree in trees for path in tree["pickles"]]:
         yield f"Pickled, so restored with allow_pickle=True only: {_several(paths)}"
@@ -210,7 +211,7 @@ def _page(
 def _tree_row(tree: dict[str, Any]) -> tuple[object, ...]:
     """A row with the types as `24 float32, 3 value`."""
     types = ", ".join(f"{count:,} {kind}" for kind, count in tree["dtypes"].items())
-    return tree["key"], tree["leaves"], tree["tensor_bytes"], types
+    return _several(tree["keys"]), tree["leaves"], tree["tensor_bytes"], types
 
 
 def _several(names: Sequence[str]) -> str:

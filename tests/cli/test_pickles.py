@@ -36,7 +36,7 @@ def test_show_counts_and_names_the_pickles(store: str) -> None:
     assert "Pickled, so restored with allow_pickle=True only: model/odd/0\n" in result.out
     assert "1 pickle" in result.out and "1 float32" in result.out
     trees = {
-        tree["key"]: tree for tree in call("show", "1", "-s", store, "--json").document["trees"]
+        tree["keys"][0]: tree for tree in call("show", "1", "-s", store, "--json").document["trees"]
     }
     assert (trees["model"]["pickles"], trees["none"]["pickles"]) == (["model/odd/0"], [])
     assert trees["model"]["dtypes"] == {"float32": 1, "pickle": 1, "bytes": 1}

@@ -59,7 +59,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         },
         "trees": [
             {
-                "key": str,
+                "keys": [str],
                 "schema": str,
                 "leaves": int,
                 "tensor_bytes": int,
