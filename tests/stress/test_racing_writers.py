@@ -88,12 +88,13 @@ def _race(place: Path, way: str, commits: int) -> None:
     tensor = _tensor()
     state = {"m": {"t": tensor, "small": torch.zeros(8), "rows": torch.zeros(600, 700).t()}}
     with ckptstore.open(place, **grouped("storage", "background", **options)) as store:
+        commit(store, {"m": {"first": 1}}, 0)  # starts a worker process, which meets no writer
         with writing_to(tensor):
-            for step in range(commits):
+            for step in range(1, commits + 1):
                 commit(store, state, step)
         for value in (0.0, 1.0):
             tensor.fill_(value)
-            clean = store.commit(state, step=commits + int(value))
+            clean = store.commit(state, step=commits + 1 + int(value))
             assert torch.equal(store.checkout(clean.id).state_dict("m")["t"], tensor)
         for info in store.log(limit=20):
             store.checkout(info.id).state_dict()
