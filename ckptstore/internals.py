@@ -20,7 +20,6 @@ from ckptstore.commit.commit_metadata import (
     ParentTracker,
     Prepared,
     RunWatch,
-    asked_of,
     commit_of,
 )
 from ckptstore.commit.outages import passes
@@ -184,7 +183,7 @@ class StoreInternals:
         Empty, with a warning, if those commits cannot be read.
         """
         state, tip = self.handle.log.state, self.parent_tracker.tip()
-        last = (*state.runs.get(self.run, ())[-1:], commit_of(tip), *asked_of(tip))
+        last = (*state.runs.get(self.run, ())[-1:], commit_of(tip))
         kept = {
             commit: state.commits[commit].session
             for commit in last
@@ -326,20 +325,20 @@ class StoreInternals:
 
     def commit_external(
         self,
-        publish: Callable[[CommitMetadata, list[CommitId]], Committed],
+        publish: Callable[[CommitMetadata, list[SessionId]], Committed],
         metadata: CommitMetadata,
         *,
         follow: bool = True,
     ) -> Snapshot:
-        """The commit that `publish` makes of parts written by another library's ranks. It adds what
-        it asks the log to take to the list that it gets.
+        """The commit that `publish` makes of parts written by another library's ranks. It adds the
+        session for which it asks the log to the list that it gets.
 
         With `follow`, it follows this store's last commit, and the next one follows it.
         """
         self.check_not_within()
         self.async_commits.wait()
         with self._lock:
-            asked: list[CommitId] = []
+            asked: list[SessionId] = []
             try:
                 label = self.parent_tracker.following(metadata) if follow else metadata
                 committed = publish(label, asked)

@@ -30,7 +30,7 @@ from ckptstore.commit.pending import Background, Pending, Watch, WhyNot
 from ckptstore.commit.plan import ChunkRun, Flats
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.forks import cached_property, new_event, survives_forks
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import SessionId
 from ckptstore.core.options import Async, Milestone
 from ckptstore.core.text import bytes_text, selector
 from ckptstore.errors import Busy, Cancelled, Conflict, InvalidInput, Unavailable
@@ -200,7 +200,7 @@ class PendingWatch(Watch):
         self.wait_copied()
         self._pending.reached(milestone)
 
-    def publishing(self, commit: CommitId | None) -> None:
+    def publishing(self, session: SessionId) -> None:
         self._pending.publish()
 
     def starting(self) -> None:

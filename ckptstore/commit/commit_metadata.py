@@ -21,7 +21,7 @@ from ckptstore.core.config import (
     METRICS_MAX,
     TAGS_MAX,
 )
-from ckptstore.core.ids import CommitId, check_tag
+from ckptstore.core.ids import CommitId, SessionId, check_tag
 from ckptstore.core.options import Ranks
 from ckptstore.errors import InvalidInput
 from ckptstore.state.staging_buffers import Buffer
@@ -35,10 +35,10 @@ _STEPS = 2**53 + 1
 @dataclass(frozen=True, slots=True)
 class CommitMetadata:
     """A commit's run, step and description. Without `parents`, its parent is the run's newest
-    commit. `unanswered` are commits on top of `parents`, oldest first, that the log was asked to
-    take: the last one that it took is the parent, and only the append can tell. `cast` maps globs
-    of leaves to the lower precision in which they are committed. Values of leaves that match a glob
-    in `unchecked` may become infinite, NaN or zero."""
+    commit. `unanswered` are sessions, oldest first, whose commits on top of `parents` the log was
+    asked to take: the last one that it took is the parent, and only the append can tell. `cast`
+    maps globs of leaves to the lower precision in which they are committed. Values of leaves that
+    match a glob in `unchecked` may become infinite, NaN or zero."""
 
     run: str
     step: int | None = None
@@ -49,7 +49,7 @@ class CommitMetadata:
     links: tuple[tuple[str, str], ...] = ()
     cast: tuple[tuple[str, str], ...] = ()
     unchecked: tuple[str, ...] = ()
-    unanswered: tuple[CommitId, ...] = ()
+    unanswered: tuple[SessionId, ...] = ()
 
 
 class Prepared(NamedTuple):
@@ -69,8 +69,8 @@ class CommitRequest:
     """A state to commit, or the reason why one of several ranks has none. Times count from
     `started`, a value of `time.perf_counter`. `watch` follows the progress and may stop the commit.
     A worker process reads the state from `buffer`. Statistics of the chunks go to `measured`, if
-    set. `asked` are the commits that the log was asked to take for this request: who makes it again
-    because there was no answer finds the one that was made."""
+    set. `asked` are the sessions whose commit the log was asked to take for this request, on every
+    rank: who makes it again because there was no answer finds the one that was made."""
 
     what: Prepared | BaseException
     started: float
@@ -79,7 +79,7 @@ class CommitRequest:
     ranks: Ranks = field(default_factory=Ranks)
     buffer: Buffer | None = None
     measured: dict[bytes, bytes] | None = None
-    asked: list[CommitId] = field(default_factory=list)
+    asked: list[SessionId] = field(default_factory=list)
 
     def prepared(self) -> Prepared:
         """The prepared state. Raises the reason if there is none; ranks call this within a round,
@@ -238,11 +238,11 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """A commit that failed on top of `tip`, and that may have been made all the same: it is one of
-    those `asked`."""
+    """A commit that failed on top of `tip`, and that may have been made all the same, by one of
+    the sessions `asked`."""
 
     tip: CommitId | None
-    asked: Sequence[CommitId]
+    asked: Sequence[SessionId]
 
 
 Tip: TypeAlias = CommitId | Pending[Any] | Unanswered | None
@@ -261,7 +261,7 @@ class ParentTracker:
         with self._lock:
             self._tip = commit
 
-    def failed(self, asked: Sequence[CommitId]) -> None:
+    def failed(self, asked: Sequence[SessionId]) -> None:
         """A commit made now has failed, or was interrupted, after the log was asked to take it."""
         with self._lock:
             if asked:
@@ -294,8 +294,8 @@ def commit_of(tip: Tip) -> CommitId | None:
     return tip.tip if isinstance(tip, Pending | Unanswered) else tip
 
 
-def asked_of(tip: Tip) -> Sequence[CommitId]:
-    """The commits on top of that which may have been made, although `tip` failed."""
+def asked_of(tip: Tip) -> Sequence[SessionId]:
+    """The sessions that may have made a commit on top of that, although `tip` failed."""
     return tip.asked if isinstance(tip, Pending | Unanswered) else ()
 
 

@@ -19,7 +19,7 @@ from ckptstore.commit.transaction import (
     TreeContent,
     logical_bytes,
 )
-from ckptstore.core.ids import CommitId, SessionId, pack_rank
+from ckptstore.core.ids import SessionId, pack_rank
 from ckptstore.core.model import INLINE_BYTES, LeafContent
 from ckptstore.errors import Conflict
 from ckptstore.log.log import Refused
@@ -99,11 +99,11 @@ class PartsCommitter:
         layout: bytes | None,
         receipts: Sequence[Any],
         started: float,
-        asked: list[CommitId],
+        asked: list[SessionId],
     ) -> Committed:
         """Append the commit of what all writers have written, and close the session. A label
-        without parents gets the run's newest commit. What the log is asked to take is added to
-        `asked`.
+        without parents gets the run's newest commit. Once the log is asked to take it, its session
+        is in `asked`.
 
         Raises `Conflict` if reused chunks were removed meanwhile: write everything again under
         another session. Raises `InvalidInput` if two writers had one rank, in one process or in
@@ -114,7 +114,7 @@ class PartsCommitter:
         if transaction is None:  # a publisher that has written nothing takes no writer's names
             rank = 1 + max((pack_rank(pack.id) for each in told for pack in each.packs), default=-1)
             transaction = Transaction(self._to, session.id, rank=rank)
-        transaction.owns, transaction.asked_before = session, asked
+        transaction.owns, transaction.asked = session, asked
         try:
             with transaction:
                 published = transaction.publish(

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from ckptstore.commit.plan import ChunkRun
 from ckptstore.core.forks import Condition, new_event, new_future, survives_forks
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.options import CommitProgress, Milestone
 from ckptstore.core.public_calls import public_methods
 from ckptstore.core.text import seconds_text
@@ -46,9 +46,9 @@ class Watch:
     def reached(self, milestone: Milestone) -> None:
         """`HASHED`, `WRITTEN` or `DURABLE`."""
 
-    def publishing(self, commit: CommitId | None) -> None:
-        """The log entry is about to be appended, of `commit` if this process does it; after that
-        the commit cannot be cancelled."""
+    def publishing(self, session: SessionId) -> None:
+        """The log is about to be asked, by this process or the first rank's, to take the commit of
+        `session`; after that it cannot be cancelled."""
 
 
 UNWATCHED = Watch()
@@ -114,9 +114,9 @@ class Pending(Generic[T]):
         self.tip: CommitId | None = None
         """The parent of the next commit once this one has ended: this one, or its parent if it
         failed."""
-        self.asked: list[CommitId] = []
-        """The commits that the log was asked to take for this one. If it has failed, nobody knows
-        whether one of them was made; those of its parent that failed come first."""
+        self.asked: list[SessionId] = []
+        """The sessions whose commit the log was asked to take for this one. If it has failed,
+        nobody knows whether one was made; those of its parent that failed come first."""
         self.seen = False
         """Whether the caller has received the outcome. The next call raises an unseen failure."""
         self.passes = False

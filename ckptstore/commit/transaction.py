@@ -251,7 +251,7 @@ class Transaction:
     """One writer's part of a commit, and its publication if this writer is the publisher.
 
     As a context manager it deletes what this writer wrote if the block raises, unless the log may
-    name that (`asked`). It closes its session if it `owns` that. Statistics go to `measured`, if
+    name that (`is_asked`). It closes its session if it `owns` that. Statistics go to `measured`, if
     set.
     """
 
@@ -272,10 +272,9 @@ class Transaction:
         """Whether it is known that this writer has the publisher's store."""
         self.table: ChunkTable | None = None
         """The chunks of the last `write`."""
-        self.asked = False
-        """Whether an append was sent to the log and its outcome is unknown."""
-        self.asked_before: list[CommitId] = []
-        """The commits that were to be this one, and may have been made; this one is added."""
+        self.asked: list[SessionId] = []
+        """The sessions whose commit was to be this one, and may have been made; this one is added.
+        """
         codec = codec_id(to.config.codec)
         self.packs = PackSet(
             to.storage, session, to.threads, codec=codec, rank=rank, unbuffered=unbuffered
@@ -306,7 +305,7 @@ class Transaction:
     ) -> None:
         undone = False
         try:
-            if error and not self.asked:
+            if error and not self.is_asked:
                 self.packs.drop()
                 undone = isinstance(error, Refused | NoSpace)
         finally:
@@ -314,6 +313,20 @@ class Transaction:
                 # A session without objects ends, so that the gc which makes room need not wait.
                 ended = error is None or (undone and not self._has_peers)
                 self.owns.end() if ended else self.owns.abandon()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the log was asked to take what this writer wrote, and its answer is unknown."""
+        return self.session in self.asked
+
+    def asks(self) -> None:
+        """From now on, only the log can tell whether it has what this writer wrote."""
+        self.asked.append(self.session)
+
+    def not_taken(self) -> None:
+        """The log was not asked, or has refused."""
+        if self.is_asked:
+            self.asked.remove(self.session)
 
     def look(self) -> Dedup:
         """Deduplication against the chunks that the store had at the first call of this method.
@@ -429,7 +442,7 @@ class Transaction:
     def _append_commit(
         self,
         document: CommitDocument,
-        unanswered: tuple[CommitId, ...],
+        unanswered: tuple[SessionId, ...],
         records: Sequence[PackRecord],
         reused: Set[int],
         watch: Watch,
@@ -443,11 +456,11 @@ class Transaction:
             try:
                 return commit, document, self.append(body, stored, watch=watch, demand=demand)
             except Refused as error:
-                made = next((c for c in unanswered if c in error.refusal.commits), None)
+                made = next((s for s in unanswered if s in error.refusal.sessions), None)
                 if made is None:
                     raise
                 unanswered = unanswered[unanswered.index(made) + 1 :]
-                document = replace(document, parents=(made,))
+                document = replace(document, parents=error.refusal.commits)
 
     def append(
         self,
@@ -469,15 +482,13 @@ class Transaction:
             assert document, "a commit is its document"
             key = document_key(body.session, body.commit)
             own = (key,) if put_finished(self._to.storage, key, document) else ()
-            watch.publishing(body.commit)
-            if self.asked_before:
-                demand = not_made(tuple(self.asked_before), demand)
-            self.asked_before.append(body.commit)
-        self.asked = True
+            watch.publishing(self.session)
+            demand = not_made(tuple(self.asked), demand)
+        self.asks()
         try:
             entry = self._to.log.append(body, time_ns=time_ns, demand=demand)
         except (Refused, NoSpace):
-            self.asked = False
+            self.not_taken()
             delete_own(self._to.storage, own)
             raise
         return entry
@@ -593,7 +604,7 @@ class WholeCommitter:
             watch.starting()
             try:
                 with Transaction.begin(to, unbuffered=room.unbuffered) as whole:
-                    whole.measured, whole.asked_before = request.measured, request.asked
+                    whole.measured, whole.asked = request.measured, request.asked
                     whole.patching = request.memory_budget_bytes is None
                     hints = self._whole.hints
                     before = None
@@ -613,8 +624,8 @@ class WholeCommitter:
                     )
                     return published.committed(request.started, ids)
             except Refused as error:
-                if made := next((c for c in error.refusal.commits if c in request.asked), None):
-                    return self._made(made, request.started, ids)
+                if not set(error.refusal.sessions).isdisjoint(request.asked):
+                    return self._made(error.refusal.commits[0], request.started, ids)
                 if not error.refusal.again:
                     raise
                 last = error

@@ -173,7 +173,7 @@ class RanksCommitter:
         transaction = Transaction(
             self._to, session, rank=peers.rank, unbuffered=room.write.unbuffered
         )
-        transaction.measured, transaction.asked_before = request.measured, request.asked
+        transaction.measured, transaction.asked = request.measured, request.asked
         transaction.patching = request.memory_budget_bytes is None
         transaction.is_with_publisher = peers.leads or peers is self._committed_with
         boxes = Boxes(list(described.flats.values()), self._to.config.chunk_bytes)
@@ -191,7 +191,7 @@ class RanksCommitter:
             if kind == DONE:
                 self._committed_with = peers
                 return publication.done(*said)
-            transaction.asked = False
+            transaction.not_taken()
             if kind != AGAIN:
                 raise failure(
                     "commit: publish", {0: Cause(*said)}, peers.size
@@ -224,7 +224,7 @@ class _Publication:
                 watch = self._request.watch
                 return self._coordinator.publish(handed_in, label, self._transaction, watch)
             except Exception as error:
-                if self._transaction.asked:
+                if self._transaction.is_asked:
                     raise
                 self.failed = error
                 return [(REFUSED, cause_of(error))] * len(handed_in)
@@ -233,7 +233,7 @@ class _Publication:
             return self._peers.round("commit: publish", lambda: self._receipt(decided), publish)
         except CkptStoreError as error:
             if not self._peers.leads and error.causes and 0 not in error.causes:
-                self._transaction.asked = False
+                self._transaction.not_taken()
             raise
 
     def _receipt(self, decided: Any) -> Any:
@@ -257,10 +257,10 @@ class _Publication:
         self._packed_at = time.perf_counter()
         if not self._peers.leads:  # which is told of the commit when it appends that
             watch.reached(Milestone.WRITTEN)
-            watch.publishing(None)
+            watch.publishing(self._transaction.session)
             # Once the coordinator may have appended the entry, only the log's answer tells whether
-            # these packs belong to a commit.
-            self._transaction.asked = True
+            # these packs belong to a commit, and which commit the next one follows.
+            self._transaction.asks()
         return receipt
 
     def done(

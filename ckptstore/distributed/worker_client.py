@@ -23,7 +23,7 @@ from ckptstore import errors
 from ckptstore.commit.commit_metadata import CommitRequest
 from ckptstore.commit.transaction import Committed
 from ckptstore.core.forks import survives_forks
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import SessionId
 from ckptstore.core.options import Milestone
 from ckptstore.distributed.collective import Collective
 from ckptstore.distributed.framing import cause_of
@@ -227,13 +227,13 @@ class WorkerCommitter:
             if "reached" in message:
                 watch.reached(Milestone(message["reached"]))
             elif "publishing" in message:
-                commit = message["publishing"] and CommitId(message["publishing"])
+                session = SessionId(message["publishing"])
                 try:
-                    watch.publishing(commit)
+                    watch.publishing(session)
                 except Cancelled as error:
                     cancelled = error
-                if commit and not cancelled:
-                    request.asked.append(commit)
+                else:
+                    request.asked.append(session)
                 send(connection, {"go": cancelled is None})
             elif "failed" in message:
                 return cancelled or error_from(message)

@@ -23,7 +23,7 @@ from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest, Prep
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import Flats
 from ckptstore.commit.transaction import CommitStats, Committed, Destination, WholeCommitter
-from ckptstore.core.ids import CommitId
+from ckptstore.core.ids import CommitId, SessionId
 from ckptstore.core.model import Box
 from ckptstore.core.options import Milestone, Ranks
 from ckptstore.distributed.collective import Collective
@@ -255,7 +255,7 @@ class Worker(Watch):
             message["started"],
             self,
             ranks=Ranks(**message["ranks"]),
-            asked=list(map(CommitId, message["asked"])),
+            asked=list(map(SessionId, message["asked"])),
         )
         return self._together.commit(request, peers) if peers else self._alone.commit(request)
 
@@ -277,9 +277,9 @@ class Worker(Watch):
     def reached(self, milestone: Milestone) -> None:
         self.tell({"reached": milestone.value})
 
-    def publishing(self, commit: CommitId | None) -> None:
+    def publishing(self, session: SessionId) -> None:
         """Raise `Cancelled` if the trainer canceled the commit. A trainer that is gone did not."""
-        self.tell({"publishing": commit})
+        self.tell({"publishing": session})
         if (answer := self._heard()) and not answer["go"]:
             raise Cancelled("the commit was called off")
 

@@ -373,13 +373,17 @@ def newest_spared(commits: Collection[CommitId]) -> Demand:
     return lambda state: _among_newest(state, commits)
 
 
-def not_made(commits: Collection[CommitId], more: Demand | None) -> Demand:
-    """Demand that none of `commits` was made, and `more`. If the answer to an append was lost, the
-    next one tells: its entry gets the number that the lost one asked for, or a later one."""
+def not_made(sessions: Collection[SessionId], more: Demand | None) -> Demand:
+    """Demand that none of `sessions` has made a commit, and `more`. If the answer to an append was
+    lost, the next one tells: its entry gets the number that the lost one asked for, or a later one.
+    """
 
     def demand(state: State) -> Refusal | None:
-        known = next(filter(None, (_commit_known(state, commit) for commit in commits)), None)
-        return known or (more(state) if more else None)
+        for session in sessions:
+            if commit := state.made_by(session):
+                why = f"session {session} made commit {commit[:12]} already"
+                return Refusal(Code.COMMIT_KNOWN, why, commits=(commit,), sessions=(session,))
+        return more(state) if more else None
 
     return demand
 

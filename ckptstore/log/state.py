@@ -157,6 +157,12 @@ class State:
     def tagged(self, name: str) -> CommitId | None:
         return self.tags.get(name)
 
+    def made_by(self, session: SessionId) -> CommitId | None:
+        """The commit that `session` made. Looks through all commits, if `session` has ended."""
+        if session not in self.ended:
+            return None
+        return next((c for c, row in self.commits.items() if row.session == session), None)
+
     def beginning(self, prefix: str) -> list[CommitId]:
         if prefix in self.commits:  # a whole id
             return [CommitId(prefix)]

@@ -202,6 +202,8 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
     if silent and rank == victim:
         return None
     with ckptstore.open(path, storage=ckptstore.Storage(chunk_bytes=1 << 16)) as store:
+        if phase == "appended":  # so that the others have committed before
+            store.commit(sharded_over(ranks, 9), ranks=ckptstore.Ranks(process_group=group))
         before = len(store.log())
         if rank == victim:
             owner, name = PHASES[phase]
@@ -228,9 +230,12 @@ def die(rank: int, path: Path, victim: int, survivors: list[int], phase: str) ->
         with pytest.raises(ckptstore.Unavailable, match="was lost before"):
             store.commit(sharded_over(ranks, before), ranks=ckptstore.Ranks(process_group=group))
         left = dist.new_group(survivors, use_local_synchronization=True)
-        return store.commit(
+        made = store.commit(
             sharded_over(survivors, before + 10), ranks=ckptstore.Ranks(process_group=left)
-        ).id
+        )
+        newest, *older = store.log()
+        assert [newest.id, *newest.parents] == [made.id, *(info.id for info in older[:1])]
+        return made.id
 
 
 def sharded_over(ranks: list[int], number: int) -> dict[str, Any]:
@@ -259,7 +264,8 @@ def kill_one_by_one(pool: Pool, path: Path, deaths: Sequence[tuple[int, str]]) -
         assert len(set(ids)) == 1 and isinstance(ids[0], str)
         alive = survivors
     with ckptstore.open(path) as store:
-        assert len(store.log()) == len(deaths) + [phase for _, phase in deaths].count("appended")
+        appended = [phase for _, phase in deaths].count("appended")
+        assert len(store.log()) == len(deaths) + 2 * appended
         assert not store.fsck(read_data="100%").damaged
 
 

@@ -8,7 +8,11 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import ckptstore
 from ckptstore import Async, Ranks
@@ -17,7 +21,7 @@ from ckptstore.distributed.worker_process import Message
 from ckptstore.errors import CkptStoreError
 from ckptstore.interop.dcp import StoreWriter
 from ckptstore.store import Store
-from tests.distributed.layouts import full, group_of, layout, meet
+from tests.distributed.layouts import full, group_of, layout, meet, placed
 from tests.distributed.pool import Pool
 from tests.support.faults import Fate, LostAnswers, assert_one_line
 
@@ -69,6 +73,48 @@ def test_a_commit_of_ranks_follows_the_one_before_although_that_said_it_had_fail
     assert others == [done, [], []] and 7 in done
     with ckptstore.open(tmp_path / "store") as store:
         assert_one_line(store, set(done))
+
+
+def lose_leaders(
+    rank: int, path: Path, seed: int, commit: Callable[[Store, int, dict[str, Any], Ranks], None]
+) -> list[int]:
+    """The steps that were acknowledged. After some, the first rank leaves, and the next one
+    leads."""
+    random, done = Random(seed), list[int]()
+    with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
+        answers = LostAnswers(store, patch)
+        for step in range(8):
+            first, drawn = step // 3, random.choice([*Fate, None])
+            drawn = {1: None, 2: Fate.MADE}.get(step, drawn)
+            ranks = [*range(first, 3)]
+            if step % 3 == 0:
+                dist.barrier()
+                if random.random() < 0.5:
+                    answers.arrive()
+                dist.barrier()
+                group: Any = "alone" if first == 2 else dist.new_group(ranks)
+            if rank not in ranks:
+                continue
+            mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
+            state = {"model": {"rows": placed(full() + step, mesh, (Shard(0),))}}
+            answers.left = [drawn] if rank == first and drawn and step < 7 else []
+            try:
+                commit(store, step, state, Ranks(process_group=group, timeout_s=60))
+            except CkptStoreError:
+                assert drawn
+            else:
+                done.append(step)
+    return done
+
+
+@pytest.mark.parametrize("commit", [now, behind])
+def test_ranks_that_are_left_follow_what_the_first_one_asked_for_before_it_left(
+    pool: Pool, tmp_path: Path, seed: int, commit: Callable[..., None]
+) -> None:
+    done = pool.run(lose_leaders, tmp_path / "store", seed, commit)
+    assert 7 in done[2] and done[3] == []
+    with ckptstore.open(tmp_path / "store") as store:
+        assert_one_line(store, set(done[2]))
 
 
 def lose_a_worker(rank: int, path: Path) -> None:

@@ -10,6 +10,7 @@ from ckptstore.log import state as fold
 from ckptstore.log.entries import Entry, Undelete
 from ckptstore.log.state import _with_soft
 from tests.log.model.explore import explore
+from tests.log.model.line import forks
 from tests.log.model.world import THIN, Scope
 
 NO_LIMIT = 10_000_000
@@ -221,3 +222,12 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_that_an_actor_breaks_loses_a_chunk(rule: str) -> None:
     assert explore(RULES[rule], NO_LIMIT).lost
+
+
+def test_each_commit_follows_the_one_before_whoever_leads_and_whatever_was_answered() -> None:
+    explored, found = forks()
+    assert explored > 1000 and not found
+
+
+def test_a_rank_that_leads_without_what_was_asked_for_forks() -> None:
+    assert forks(forgetful=True)[1]
