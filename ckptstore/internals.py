@@ -474,17 +474,18 @@ class StoreInternals:
 
     def candidates(self, peers: "Collective | None") -> Iterable[tuple[Reader | None, Resolved]]:
         """Commits of this run, newest first, each with a reader if only the mirror has it; with
-        `peers`, as the coordinator lists them."""
+        `peers`, as the coordinator lists them: the failure of a commit in the background that one
+        of them has not seen is raised on all."""
         log, tier = self.handle.log, self.tier
         if peers is None:
             return self._newest_first()
 
         def listed() -> list[tuple[CommitId, bool]]:
-            return [(info.id, reader is None) for reader, info in self._newest_first()]
+            self.async_commits.settle()
+            found = self._newest_first() if peers.leads else ()
+            return [(info.id, reader is None) for reader, info in found]
 
-        choice = peers.share(
-            "resume: choose", listed if peers.leads else list, lambda all_: all_[0]
-        )
+        choice = peers.share("resume: choose", listed, lambda all_: all_[0])
         rows = [(CommitId(commit), is_here) for commit, is_here in choice]
         known = log.replay().commits
         state = log.replay(refresh=any(is_here and c not in known for c, is_here in rows))

@@ -318,6 +318,7 @@ class Store(Maintenance):
             reader = reader.verifying_ids()
         return self._internals.snapshot(info, reader)
 
+    @beside_commits  # several ranks wait for these in a round, so that all raise a failure
     def resume(
         self,
         app_state: MutableMapping[str, Any],
@@ -375,6 +376,8 @@ class Store(Maintenance):
 
         given = ranks or Ranks()
         peers = collective_of(given.process_group, given.timeout_s)
+        if peers is None:
+            self._settle()
         snapshot = self._resume(look, restore, peers)
         if peers is None or peers.leads:
             where = f"{self.url} and {self._tier.place}" if self._tier else self.url

@@ -327,14 +327,14 @@ class AsyncCommits(Generic[S]):
             pending.reached(Milestone.HELD)
         if begun[0].watch.borrowed and not options.goes_on:
             pending.wait_staged()
-        if not route.peers:
+        if not route.peers:  # which have raised in `begin`: now, one of them might raise alone
             self._raise_overdue(limit)
-        self._background.raise_failure(
-            f"raised by the next commit_async: {pending.name} goes on all the same, and `close` "
-            "waits for it",
-            pending,
-            newer=True,
-        )
+            self._background.raise_failure(
+                f"raised by the next commit_async: {pending.name} goes on all the same, and "
+                "`close` waits for it",
+                pending,
+                newer=True,
+            )
         return pending
 
     def _begin(self, job: "_Job[S]") -> None:

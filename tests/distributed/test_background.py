@@ -5,7 +5,7 @@ on one rank fails all.
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,63 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_commit_works(
     pool.run(fail_and_go_on, tmp_path / "store")
     with ckptstore.open(tmp_path / "store") as store:
         assert [info.step for info in store.log()] == [1]
+
+
+class Given:
+    """An object whose state is asked for with `asked`, as the call of another commit is under
+    way."""
+
+    def __init__(self, asked: Callable[[], object]) -> None:
+        self.asked = asked
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked()
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"at": 1}
+
+
+def raise_together(rank: int, path: Path) -> None:
+    """A commit fails while one rank is within the call of the next one; and one rank alone has seen
+    a failure."""
+    meet(2)
+    if rank >= 2:
+        return
+    ranks, failing = ckptstore.Ranks(process_group=group_of(2), timeout_s=60), threading.Event()
+    two = ckptstore.Async(max_in_flight=2)
+    with ckptstore.open(path, background=two) as store, pytest.MonkeyPatch.context() as patch:
+
+        def commit(step: int, asked: Callable[[], object] = int) -> ckptstore.PendingCommit:
+            return store.commit_async({"x": Given(asked)}, step=step, ranks=ranks)
+
+        def report(*_: Any) -> None:
+            assert failing.wait(HANGS_S)
+            raise ckptstore.NoSpace("no room")
+
+        def failed_meanwhile() -> None:
+            failing.set()
+            assert first.ended(HANGS_S)
+
+        store.commit({"x": Given(int)}, step=0, ranks=ranks)
+        with patch.context() as full_disk:
+            full_disk.setattr(RankWorker, "report", report)
+            first = commit(1)
+            second = commit(2, failed_meanwhile if rank else failing.set)
+            assert second.ended(HANGS_S)
+        with pytest.raises(ckptstore.NoSpace, match="raised by the next commit, which did not"):
+            commit(3)
+        assert isinstance(second.exception() if rank else second.failure(), ckptstore.NoSpace)
+        with pytest.raises(ckptstore.NoSpace, match="raised by the next call, which did nothing"):
+            store.resume({"x": Given(int)}, ranks=ranks)
+        found = store.resume({"x": Given(int)}, ranks=ranks)
+        assert found and found.step == 0
+
+
+def test_ranks_raise_a_failure_together_whenever_it_came_and_whoever_has_seen_it(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(raise_together, tmp_path / "store")
 
 
 def skip_and_call_off(rank: int, path: Path) -> None:
