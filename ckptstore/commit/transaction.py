@@ -68,6 +68,9 @@ if TYPE_CHECKING:
 ATTEMPTS = 5
 """A commit is written this often if others change the store meanwhile."""
 
+SESSION_LOOKS_S = (0.0, 0.1, 0.4, 1.6)
+"""Pauses before a look for the session's file: a network file system may show it late."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommitStats:
@@ -523,7 +526,11 @@ class Transaction:
         return tuple(sorted(refs)), layout_id, leaves
 
     def _sees_session(self) -> bool:
-        return self._to.storage.size(session_key(self.session)) is not None
+        for wait_s in SESSION_LOOKS_S:
+            time.sleep(wait_s)
+            if self._to.storage.size(session_key(self.session)) is not None:
+                return True
+        return False
 
     def _records(self, receipts: Sequence[Receipt]) -> list[PackRecord]:
         """The packs of all writers. Raises `InvalidInput` for two packs of one name: two writers

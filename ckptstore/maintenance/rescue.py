@@ -436,8 +436,10 @@ class _Rescue:
     def _chain(self, chunk: ChunkId, lacking: set[ChunkId]) -> list[ChunkId]:
         """A chunk, and what it is a patch of, up to the first that is `lacking`."""
         chain, bases = [chunk], self._facts.contents.bases
-        while chain[-1] not in lacking and (base := bases.get(chain[-1])) not in (None, *chain):
+        base = bases.get(chunk)
+        while chain[-1] not in lacking and base is not None and base not in chain:
             chain.append(base)
+            base = bases.get(base)
         return chain
 
     def _suspects(self) -> set[PackId]:
