@@ -104,6 +104,20 @@ def test_mirrors_have_signatures_also_later_ones(
         assert mirror.checkout(2, require_signature=pub(keys["ours"])).step == 2
 
 
+def test_a_signature_that_cannot_be_read_keeps_no_mirror_from_the_tags(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    commit = store.log()[0].id
+    rotten = tmp_path / "store" / signature_key(commit, signatures.KeyId("0" * 32))
+    rotten.parent.mkdir(exist_ok=True)
+    rotten.write_bytes(bytes(5000))
+    store.tag("good", commit)
+    store.mirror(tmp_path / "there")
+    with ckptstore.open(tmp_path / "there") as there:
+        assert there.tags() == {"good": commit}
+    assert [finding.kind for finding in store.fsck().findings] == ["signature"]
+
+
 def test_gc_deletes_the_signatures_of_purged_commits_alone(
     store: ckptstore.Store, keys: dict[str, Path], tmp_path: Path
 ) -> None:

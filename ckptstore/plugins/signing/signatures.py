@@ -150,13 +150,18 @@ def is_valid(commit: CommitId, signature: Signature) -> bool:
 
 
 def copy_signatures(source: Storage, target: Storage, commits: Collection[CommitId]) -> int:
-    """Copy the signatures of `commits` that the target lacks; returns their number."""
+    """Copy the signatures of `commits` that the target lacks, but for those that cannot be read, or
+    that a gc of the source deletes meanwhile; returns their number."""
     there = {key for key, _ in target.list("signatures/")}
     copied = 0
     for key, _ in source.list("signatures/"):
         named = parse_signature_key(key)
         if named and named[0] in commits and key not in there:
-            copied += put_finished(target, key, source.read(key))
+            try:
+                data = source.read(key)
+            except (Corrupt, NotFound):  # fsck tells of it
+                continue
+            copied += put_finished(target, key, data)
     return copied
 
 
