@@ -150,15 +150,22 @@ class CommitContents:
             for key, tree in trees.items()
         }
 
-    def restored_to(self, app_state: Mapping[str, Any]) -> Trees:
-        """As `trees`, but plain leaves stay one leaf each where `app_state` takes them in one
-        pass."""
-        stored = self.stored_trees
-        if not self._some_plain:
-            return stored
+    def restored_to(self, app_state: Mapping[str, Any], trees: Trees) -> Trees:
+        """`trees` with what is below plain leaves, but those that `app_state` takes in one pass
+        stay one leaf each."""
+        if not any("plain" in tree.schema.kinds for tree in trees.values()):
+            return trees
         from ckptstore.restore.plain import whole_in
 
-        return self.below_all_but(whole_in(stored, app_state), stored)
+        return self.below_all_but(whole_in(trees, app_state), trees)
+
+    def with_shared(self, is_taken: Callable[[Tree], bool]) -> tuple[Trees, Tree | None]:
+        """As `stored_trees`, but without the keys that share a tree, and that one, if it `is_taken`
+        as it is."""
+        joined = self._joined() or {}
+        if SHARED not in joined or not is_taken(joined[SHARED]):
+            return self.stored_trees, None
+        return {name: tree for name, tree in joined.items() if name != SHARED}, joined[SHARED]
 
     def _with_values(self, tree: Tree, leaves: Sequence[int]) -> Tree:
         if not leaves:

@@ -24,6 +24,7 @@ from ckptstore.restore.restore import (
     Select,
     assemble,
     check_keys,
+    is_taken,
     keys_of,
     new_tensor,
     selected,
@@ -273,14 +274,22 @@ class Snapshot:
         self._contents.before_write()
         check_keys(app_state, self._contents.keys, options)
         by_path = options.select is not None or options.rename is not None
-        own = self._trees if by_path else self._contents.restored_to(app_state)
+        own: dict[str, Tree]
+        contents, among = self._contents, bool(peers or self._document.layout)
+        if by_path:
+            own, shared = self._trees, None
+        else:
+            own, shared = contents.with_shared(
+                lambda tree: not among and is_taken(tree, app_state, options)
+            )
+            own = contents.restored_to(app_state, own)
         lacking: list[str] = []
-        if peers or self._document.layout:
+        if among:
             from ckptstore.distributed.restore import RankView, own_trees
 
             view = RankView(peers.rank if peers else 0, peers.size if peers else 1, private)
             own, lacking = own_trees(own, view, app_state, self._world, options)
-        return RestoreOperation(self._contents.reader, self.id, own, app_state, options, lacking)
+        return RestoreOperation(contents.reader, self.id, own, app_state, options, lacking, shared)
 
     def _world(self) -> int:
         """How many ranks made this commit."""

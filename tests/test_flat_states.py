@@ -1,6 +1,8 @@
 """A state dict committed as it is, `store.commit(model.state_dict())`: each tensor is a key."""
 
+import copy
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ckptstore
+from ckptstore.errors import InvalidInput
 from ckptstore.repository.chunk_store import ObjectStore
 
 KEYS = 1500
@@ -91,3 +96,37 @@ def test_a_push_looks_chunks_up_at_once(
         with calls_of("locate", monkeypatch) as looks:
             store.push(tmp_path / "mirror", create=True)
         assert 0 < len(looks) < FEW
+
+
+PLAIN = st.one_of(
+    st.sampled_from([(2,), (3,), (1, 2)]).map(lambda shape: torch.full(shape, 7.0)),
+    st.sampled_from([1, "one", None, b"1"]),
+    st.just({"w": torch.zeros(2)}),
+)
+STATES = st.dictionaries(st.sampled_from(["", "a", "b/c", "d", "e"]), PLAIN, min_size=1)
+
+
+@settings(max_examples=30)
+@given(STATES, STATES, st.booleans(), st.sampled_from(["refuse", "skip"]), st.booleans())
+def test_a_shared_tree_is_restored_as_it_is_and_key_by_key_alike(
+    state: dict[str, Any], target: dict[str, Any], strict: bool, mismatched: Any, like: bool
+) -> None:
+    """What fits, what does not and how that is said."""
+    if like:  # else hardly any target has all keys
+        target = {**state, **target}
+
+    def restored() -> object:
+        into = copy.deepcopy(target)
+        try:
+            report = snap.restore(into, strict=strict, mismatched=mismatched)
+        except InvalidInput as error:
+            return sorted(str(error).splitlines()), repr(into)
+        lists = report.missing, report.unexpected, report.mismatched, report.replaced
+        return [sorted(each) for each in lists], report.needed_bytes, repr(into)
+
+    with tempfile.TemporaryDirectory() as name, ckptstore.open(Path(name, "store")) as store:
+        snap = store.commit(state)
+        as_it_is = restored()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckptstore.snapshot.is_taken", lambda *given: False)
+            assert restored() == as_it_is

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptstore.core.forks import cached_property
 from ckptstore.core.identity import IdentityDict
 from ckptstore.core.ids import CommitId
-from ckptstore.core.model import SHARED, Node, Schema, Shape, leaves_of
+from ckptstore.core.model import SHARED, Node, Schema, Shape, leaves_of, nodes_of
 from ckptstore.core.process import uncollected
 from ckptstore.core.text import near, selector
 from ckptstore.errors import InvalidInput, NotFound
@@ -243,9 +243,23 @@ class Bound:
         return made if self.plain else {self.keys[0]: made}
 
 
+def is_taken(shared: Tree, app_state: Mapping[str, Any], options: RestoreOptions) -> bool:
+    """Whether each key that shares a tree is one leaf, and goes to a plain value of the target. The
+    tree is then bound as it is, and need not be taken apart."""
+    node = shared.schema.skeleton
+    if isinstance(node, int) or set(map(type, node.children)) != {int}:
+        return False
+    keys = {*(node.keys or ())}
+    return (
+        keys <= app_state.keys()
+        and keys.isdisjoint(options.without)
+        and all(is_plain(app_state[key]) for key in keys)
+    )
+
+
 class RestoreOperation:
     """A restore: bind targets, then `read`, then `finish`. `lacking` are paths for which the commit
-    has nothing on this rank.
+    has nothing on this rank. A `shared` tree, which `is_taken`, has the keys that `trees` lack.
 
     The constructor changes no target. It checks that all objects accept their states, as far as
     that can be checked without loading them. It reads and decodes values, and rehearses conversions
@@ -261,10 +275,12 @@ class RestoreOperation:
         app_state: MutableMapping[str, Any],
         options: RestoreOptions,
         lacking: Sequence[str] = (),
+        shared: Tree | None = None,
     ) -> None:
         self._reader, self._commit, self._app_state = reader, commit, app_state
         self._budget_bytes = options.memory_budget_bytes
         self._views = views = _views(commit, trees, app_state, options)
+        sharing = () if shared is None else (shared,)
         dtype, unchecked = wanted_dtype(options.dtype)
         matching = Matching(
             ParameterNames(app_state),
@@ -274,13 +290,13 @@ class RestoreOperation:
             dtype=dtype,
             unchecked=unchecked,
             skips=options.mismatched == "skip",
-            shape_of=ShapesByName(tree.schema for tree in trees.values()),
+            shape_of=ShapesByName(tree.schema for tree in (*trees.values(), *sharing)),
         )
         names: Mapping[str, str] | None = None
         if options.rename is not None:
             names = new_names(chain.from_iterable(map(_moved, views.values())))
         present = [key for key in views if key in app_state]
-        self._bound = bound = list[Bound]()
+        self._bound = bound = [self._bind_shared(tree, matching) for tree in sharing]
         for plain, keys in groupby(present, self._is_plain):
             if plain and names is None:
                 with uncollected():
@@ -289,7 +305,8 @@ class RestoreOperation:
                 bound += [self._bind(key, matching, names) for key in keys]
         bindings = [each.binding for each in bound]
         here = [key for key in app_state if key not in options.without and options.select is None]
-        missing = {**dict.fromkeys(lacking), **{key: None for key in here if key not in views}}
+        committed = views.keys() | {key for each in bound if each.plain for key in each.keys}
+        missing = {**dict.fromkeys(lacking), **{key: None for key in here if key not in committed}}
         spare = [key for key in views if key not in app_state]
         unexpected: list[str] = []
         for binding in bindings:
@@ -300,7 +317,7 @@ class RestoreOperation:
         self.report = RestoreReport(tuple(missing), (*spare, *unexpected), mismatched=paths)
         problems, hint = [], ""
         if options.strict:
-            problems = [_lacked(path, trees) for path in missing]
+            problems = [_lacked(path, committed | trees.keys()) for path in missing]
             problems += [f"{path}: in the commit, not wanted by the target" for path in unexpected]
             hint = renaming_hint(
                 [path for path in missing if "/" in path],
@@ -331,9 +348,13 @@ class RestoreOperation:
         views = [self._views[key] for key in keys]
         schema = join_schemas([(key, self._views[key].schema) for key in keys])
         contents = [content for view in views for content in view.tree.contents]
-        view = View(replace(views[0].tree, schema=schema, contents=contents), schema)
+        return self._bind_shared(replace(views[0].tree, schema=schema, contents=contents), matching)
+
+    def _bind_shared(self, tree: Tree, matching: Matching) -> "Bound":
+        """One binding for the keys of one leaf each that share a tree."""
+        view, keys = View(tree, tree.schema), tuple(nodes_of(tree.schema.skeleton)[0].keys or ())
         target = {key: self._app_state[key] for key in keys}
-        return Bound(tuple(keys), view, self._binding(target, SHARED, view, matching), plain=True)
+        return Bound(keys, view, self._binding(target, SHARED, view, matching), plain=True)
 
     def _binding(self, target: Any, key: str, view: View, matching: Matching) -> "Binding":
         return bind(

@@ -339,7 +339,7 @@ def test_a_target_takes_a_plain_leaf_in_one_pass_as_leaf_by_leaf(
         snapshot = store.commit({"log": {"h": h, "g": g, "n": 1}}, step=1)
         other = copy.deepcopy(target)
         in_one_pass = restored(snapshot, target, strict)
-        patch.setattr(CommitContents, "restored_to", lambda contents, state: contents.trees)
+        patch.setattr(CommitContents, "restored_to", lambda contents, *given: contents.trees)
         assert in_one_pass == restored(snapshot, other, strict)
 
 
