@@ -1,6 +1,6 @@
 """What changed from one commit to another? Compares schemas and pages; reads no tensor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -158,8 +158,8 @@ def compare(
 ) -> Difference:
     """Compares the leaves of `after` in order, then those only in `before`. Trees may be in
     another order than the keys of the states, which is that of `old_keys` and `new_keys`."""
-    old, new = _leaves(before, old_keys), _leaves(after, new_keys)
-    thinned = tuple(path for path, leaf in new.items() if _is_thinned(old.get(path), leaf))
+    old, new = _leaves(before), _leaves(after)
+    thinned = [path for path, leaf in new.items() if _is_thinned(old.get(path), leaf)]
     left = new.keys() - set(thinned)
     changes = [
         change
@@ -167,22 +167,27 @@ def compare(
         if path in left and (change := _change(path, old.get(path), leaf))
     ]
     unchanged = len(left) - len(changes)
-    changes += [
+    removed = [
         LeafChange(path, "removed", leaf.text, None, leaf.own_bytes, leaf.own_bytes)
         for path, leaf in old.items()
         if path not in new
     ]
-    return Difference(tuple(changes), unchanged, thinned)
+    then, now = _place_by(old_keys), _place_by(new_keys)
+    changes.sort(key=lambda change: now(change.path))
+    removed.sort(key=lambda change: then(change.path))
+    return Difference((*changes, *removed), unchanged, tuple(sorted(thinned, key=now)))
 
 
-def _leaves(trees: Mapping[str, Tree], keys: Sequence[str]) -> dict[str, LeafAt]:
-    found = {
+def _leaves(trees: Mapping[str, Tree]) -> dict[str, LeafAt]:
+    return {
         path: LeafAt(tree, i) for tree in trees.values() for i, path in enumerate(tree.schema.paths)
     }
-    if len(keys) < 2:
-        return found
+
+
+def _place_by(keys: Sequence[str]) -> Callable[[str], int]:
+    """The place of a path's key among `keys`."""
     places = {segment(key): place for place, key in enumerate(keys)}
-    return {path: found[path] for path in sorted(found, key=lambda p: places[p.partition("/")[0]])}
+    return lambda path: places.get(path.partition("/")[0], 0)
 
 
 def _change(path: str, old: LeafAt | None, new: LeafAt) -> LeafChange | None:

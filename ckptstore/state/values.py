@@ -148,6 +148,8 @@ def decode_leaf(data: bytes | memoryview, classes: Classes = no_classes) -> Any:
 
 def encode_key(key: Any) -> Any:
     """The JSON of a mapping's key; `InvalidInput` if it is no value."""
+    if type(key) is str and key.isascii():  # by far the most
+        return key
     if key is None:
         return ["none"]
     if type(key) is bool:
