@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -74,6 +75,7 @@ def new_url(bucket: str = BUCKET) -> str:
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """The server, with a bucket."""
+    _parse_descriptions_once()
     if endpoint := os.environ.get("CKPTSTORE_TEST_S3"):
         server = S3Server(
             endpoint, os.environ["CKPTSTORE_TEST_S3_KEY"], os.environ["CKPTSTORE_TEST_S3_SECRET"]
@@ -83,6 +85,15 @@ def s3_server() -> Iterator[S3Server]:
         return
     with moto_server() as server:
         yield server
+
+
+def _parse_descriptions_once() -> None:
+    """Each session of botocore parses Amazon's description of S3 anew, which takes longer than most
+    tests. The sessions of this process share what the first one parsed."""
+    from botocore.loaders import JSONFileLoader
+
+    load = cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda _, path: load(path)
 
 
 @contextmanager
