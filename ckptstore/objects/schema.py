@@ -108,11 +108,8 @@ def join_schemas(parts: Sequence[tuple[str, Schema]]) -> Schema:
 def parts_of(schema: Schema) -> Iterator[SharedKey]:
     """The keys that share the tree of `schema`: the inverse of `join_schemas`. Raises `Corrupt` for
     another tree."""
-    node = schema.skeleton
-    if isinstance(node, int) or not _all_of(node.keys or (), str) or node.keys is None:
-        raise _corrupt("skeleton is no dict of the keys that share it")
     first = 0
-    for key, child in node.items():
+    for key, child in _dict_of_keys(schema).items():
         stop = first + (1 if isinstance(child, int) else sum(1 for _ in leaves_of(child)))
         leaves = slice(first, stop)
         aliases = schema.aliases[leaves]
@@ -124,6 +121,20 @@ def parts_of(schema: Schema) -> Iterator[SharedKey]:
             columns = _alike(columns)
         yield SharedKey(key, Schema(moved(child, -first), schema.paths[leaves], *columns), leaves)
         first = stop
+
+
+def shared_keys(schema: Schema) -> tuple[str, ...]:
+    """The keys of `parts_of`, in order, of which no parts are made unless leaves are tied."""
+    if max(schema.aliases, default=-1) >= 0:
+        return tuple(part.key for part in parts_of(schema))
+    return _dict_of_keys(schema).keys or ()
+
+
+def _dict_of_keys(schema: Schema) -> Node:
+    node = schema.skeleton
+    if isinstance(node, int) or not _all_of(node.keys or (), str) or node.keys is None:
+        raise _corrupt("skeleton is no dict of the keys that share it")
+    return node
 
 
 _Columns: TypeAlias = tuple[

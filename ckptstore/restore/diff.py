@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ckptstore.core.geometry import Grid
 from ckptstore.core.ids import CHUNK_ID_BYTES
+from ckptstore.core.process import uncollected
 from ckptstore.core.text import Column, Table, bytes_text
 from ckptstore.errors import Corrupt
 from ckptstore.objects import canonical
@@ -149,6 +150,7 @@ class LeafAt(NamedTuple):
         )
 
 
+@uncollected()
 def compare(
     before: Mapping[str, Tree],
     after: Mapping[str, Tree],

@@ -30,7 +30,7 @@ from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
 from ckptstore.objects.pages import decode_page, join_pages
-from ckptstore.objects.schema import decode_schema, parts_of
+from ckptstore.objects.schema import decode_schema, shared_keys
 from ckptstore.repository.chunk_reader import keys_of
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.footers import (
@@ -343,7 +343,7 @@ class Walk:
         """Leaves whose content does not match their shape: path and problem."""
         try:
             tree = self._contents.tree(name, ref, self._chunk_bytes)
-            if name == SHARED and (got := [part.key for part in parts_of(tree.schema)]) != [*keys]:
+            if name == SHARED and (got := shared_keys(tree.schema)) != tuple(keys):
                 yield f"keys: wanted {', '.join(keys)}, got {', '.join(got)}"
         except Corrupt as error:
             yield str(error)
