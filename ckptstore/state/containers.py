@@ -366,7 +366,7 @@ def _type(name: str) -> NodeType:
 
 
 def _split_mapping(value: Any) -> SplitObject:
-    keys = [values.encode_key(key) for key in value]
+    keys = [key if type(key) is str and key.isascii() else values.encode_key(key) for key in value]
     return SplitObject(type(value).__name__, list(value.values()), keys)
 
 
