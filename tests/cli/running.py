@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from ckptstore.cli.main import main
+from tests.cli.command_server import command_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,16 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def run(*words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Result:
     """Run `ckptstore words…` with pipes for output."""
-    command = [sys.executable, "-m", "ckptstore", *words]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment(env),
-        timeout=60,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout, done.stderr)
+    (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+    given = os.open(os.devnull, os.O_RDONLY)
+    streams = (given, their_out, their_err)
+    number = command_server().start(words, streams, cwd, environment(env))
+    for fd in streams:
+        os.close(fd)
+    with ThreadPoolExecutor(1) as beside, open(out, "rb") as seen, open(err, "rb") as told:
+        errors = beside.submit(told.read)
+        output = seen.read()
+        return Result(command_server().wait(number), output.decode(), errors.result().decode())
 
 
 def call(*words: str) -> Result:
@@ -114,19 +115,14 @@ def run_on_terminal(
     both. With `typed`, the terminal is its input, too, where that was typed ahead."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, "-m", "ckptstore", *words]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL if typed is None else theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment(env),
-    )
+    given = os.open(os.devnull, os.O_RDONLY) if typed is None else os.dup(theirs)
+    number = command_server().start(words, (given, theirs, theirs), None, environment(env))
+    os.close(given)
     os.close(theirs)
     os.write(ours, (typed or "").encode())
     with open(ours, "rb", buffering=0) as screen:
         seen = b"".join(_chunks(screen))
-    return Result(process.wait(60), seen.decode().replace("\r\n", "\n"), "")
+    return Result(command_server().wait(number), seen.decode().replace("\r\n", "\n"), "")
 
 
 def _chunks(screen: Any) -> Iterator[bytes]:
