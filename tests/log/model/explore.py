@@ -96,7 +96,7 @@ def key(world: World, scope: Scope) -> object:
     )
     closed = frozenset(o for o, _ in world.objects if state.closed(SessionId(o[:24])))
     over = frozenset(state.over)
-    writers = tuple(w._replace(sent=int(w.sent == state.n + 1)) for w in world.writers)
+    writers = tuple((w.step, w.name, w.reuse, w.sent == state.n + 1) for w in world.writers)
     places = world.thin, frozenset(state.replaced.items())
     seen = world.reader, world.misled, world.sender
     others = world.planned, seen, frozenset(state.tags.items()), places

@@ -8,6 +8,7 @@ A pack's chunks are a mask in its `bytes`, a commit's a string of letters in its
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
@@ -112,12 +113,18 @@ def bases_of(scope: Scope) -> dict[str, str]:
     return MIXED_BASES if scope.mixed else BASES if scope.patching else {}
 
 
-def made_of(chunks: str | set[str], scope: Scope) -> set[str]:
+def made_of(chunks: str | frozenset[str], scope: Scope) -> frozenset[str]:
     """Chunks, and the bases that they need, and so on."""
-    found, left = set[str](), set(chunks)
+    return _made_of(chunks, scope.mixed, scope.patching)
+
+
+@cache
+def _made_of(chunks: str | frozenset[str], mixed: bool, patching: bool) -> frozenset[str]:
+    bases = bases_of(Scope(mixed=mixed, patching=patching))
+    found, left = frozenset[str](), frozenset(chunks)
     while left:
         found |= left
-        left = {base for c, base in bases_of(scope).items() if c in left} - found
+        left = frozenset(base for c, base in bases.items() if c in left) - found
     return found
 
 

@@ -34,8 +34,10 @@ from tests.log.model.world import (
 
 def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
     writer, want = world.writers[i], scope.wants[i]
+    if writer.step == "end":
+        return
     chunks = made_of(want, scope)
-    lacking = set(want) - {c for c, _ in writer.reuse}
+    lacking = frozenset(want) - {c for c, _ in writer.reuse}
     pack, fresh = (
         pack_of(writer.name),
         mask_of(made_of(lacking, scope) - {c for c, _ in writer.reuse}),
@@ -48,15 +50,9 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
     if writer.step == "register":
         yield from _registering(world, writer, put, record(pack, fresh), scope)
     if writer.step == "look":
-        for view in (
-            world.views
-            | {table(world.state)}
-            | ({frozenset[Placed]()} if scope.reindexing else set())
-        ):
-            there = {c for c, _ in view}
-            reuse = frozenset(
-                (c, p) for c, p in view if c in chunks and made_of({c}, scope) <= there
-            )
+        views = world.views | {table(world.state)}
+        views |= {frozenset[Placed]()} if scope.reindexing else set()
+        for reuse in {_reusable(view, chunks, scope) for view in views}:
             if scope.shallow_writer:
                 reuse = frozenset((c, p) for c, p in reuse if c in want)
             yield (
@@ -110,6 +106,12 @@ def writer_moves(world: World, i: int, scope: Scope) -> Iterator[Move]:
             commit_body(writer.name, want, (record(pack, fresh),) if fresh else (), frozenset()),
             scope,
         )
+
+
+def _reusable(view: frozenset[Placed], chunks: frozenset[str], scope: Scope) -> frozenset[Placed]:
+    """What a look-up in `view` finds of `chunks`, each with the bases that it needs."""
+    there = {c for c, _ in view}
+    return frozenset((c, p) for c, p in view if c in chunks and made_of(c, scope) <= there)
 
 
 def _registering(
