@@ -534,8 +534,8 @@ def quarantine(storage: Storage, key: str) -> None:
     absent one is ignored."""
     if storage.size(key) is None:
         return
-    kept = _keep(storage, key)
-    storage.sync_dirs([kept])
+    with suppress(NotFound):  # a gc has deleted it meanwhile
+        storage.sync_dirs([_keep(storage, key)])
     storage.delete(key)
     storage.sync_dirs([key])
 
@@ -545,13 +545,16 @@ def replace_object(storage: Storage, key: str, data: bytes) -> None:
     between: a writer could take it, and what ends here leaves the bytes that the next repair
     needs."""
     if storage.size(key) is not None:
-        storage.sync_dirs([_keep(storage, key)])
+        with suppress(NotFound):
+            storage.sync_dirs([_keep(storage, key)])
     storage.put(key, data)
 
 
 def copy_object(storage: Storage, source: str, target: str) -> None:
-    """Copy an object in pieces to an unused name, and put it in place atomically."""
-    size = storage.size(source) or 0
+    """Copy an object in pieces to an unused name, and put it in place atomically. Raises `NotFound`
+    for an absent one."""
+    if (size := storage.size(source)) is None:
+        raise NotFound(f"there is no {source} in {storage.url}")
     writer = storage.create(target, session=new_session_id())
     try:
         for start in range(0, size, 8 * MIB):

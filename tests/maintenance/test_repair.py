@@ -510,3 +510,19 @@ def test_saved_metadata_keeps_its_kinds(tmp_path: Path) -> None:
     (saved,) = (pack.record for pack in write_packs(storage, sources, new_session_id()).closed)
     kinds = {entry.chunk: entry.kind for entry in entries(read_table(storage, saved))}
     assert kinds == {entry.chunk: entry.kind for entry in there}
+
+
+def test_what_a_gc_deletes_while_it_is_set_aside_leaves_no_empty_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log does not list it any more, so both may take it."""
+    storage, key, name = open_storage(str(tmp_path)), "packs/ab/pack", rescue.give_name
+    storage.put(key, b"what it was")
+
+    def late(root: str, source: str, target: str) -> None:
+        storage.delete(key)
+        name(root, source, target)
+
+    monkeypatch.setattr(rescue, "give_name", late)
+    rescue.quarantine(storage, key)
+    assert [each.name for each in tmp_path.rglob("*") if each.is_file()] == []
