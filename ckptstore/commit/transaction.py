@@ -41,6 +41,7 @@ from ckptstore.core.model import (
     TreeRef,
 )
 from ckptstore.core.options import Milestone
+from ckptstore.core.process import uncollected
 from ckptstore.core.statistics import Moments
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace
 from ckptstore.log import entries
@@ -572,12 +573,13 @@ def contents_of(flats: Flats, plan: CommitPlan, ids: Mapping[int, bytes]) -> Ite
     """The content of each key of a state that one process holds whole; `ids` is by leaf."""
     inline = frozenset(plan.inline)
     for key, flat, first in numbered(flats):
-        contents = [
-            LeafContent(inline=source.read_all(), raw_bytes=source.nbytes)
-            if first + i in inline
-            else LeafContent(ids=ids[first + i], raw_bytes=source.nbytes)
-            for i, source in enumerate(flat.leaves)
-        ]
+        with uncollected():
+            contents = [
+                LeafContent(inline=source.read_all(), raw_bytes=source.nbytes)
+                if first + i in inline
+                else LeafContent(ids=ids[first + i], raw_bytes=source.nbytes)
+                for i, source in enumerate(flat.leaves)
+            ]
         yield TreeContent(key, flat.schema, contents, flat.keys)
 
 

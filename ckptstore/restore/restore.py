@@ -425,12 +425,13 @@ class RestoreOperation:
     @cached_property
     def wanted(self) -> list[ReadRequest]:
         """The tensors of the commit, each with its destination."""
-        return [
-            ReadRequest(each.view.tree, i, part, box)
-            for each in self._bound
-            for i, parts in enumerate(each.binding.destinations)
-            for box, part in parts
-        ]
+        with uncollected():
+            return [
+                ReadRequest(each.view.tree, i, part, box)
+                for each in self._bound
+                for i, parts in enumerate(each.binding.destinations)
+                for box, part in parts
+            ]
 
     @cached_property
     def _counted(self) -> list[ReadRequest]:

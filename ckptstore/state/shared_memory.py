@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from ckptstore.core.model import Schema
+from ckptstore.core.process import uncollected
 from ckptstore.state import tensors
 
 _ALIGNMENT = 16
@@ -39,7 +40,8 @@ class LeafTarget(NamedTuple):
 def overlapping(places: Iterable[P]) -> Iterator[list[P]]:
     """Groups of places that may share memory with each other, or a place whose elements may."""
     places = list(places)
-    spans = sorted((*_span(place.tensor), n) for n, place in enumerate(places))
+    with uncollected():
+        spans = sorted((*_span(place.tensor), n) for n, place in enumerate(places))
     group: list[P] = []
     end = 0
     for start, stop, n in spans:
