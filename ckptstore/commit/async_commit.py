@@ -63,6 +63,10 @@ class Together(Protocol):
     def leads(self) -> bool:
         """Whether this rank speaks for all."""
 
+    @property
+    def turn(self) -> int:
+        """The number of the last round, which is equal on all ranks."""
+
     def agree(self, begin: Callable[[], WhyNot | None]) -> WhyNot | None:
         """Call `begin` on every rank and return all ranks' answers: why a rank cannot begin
         now."""
@@ -286,7 +290,7 @@ class AsyncCommits(Generic[S]):
         self.outages.asked(label.step)
         loud = route.peers is None or route.peers.leads
         self.outages.level = logging.WARNING if loud else logging.INFO
-        begun: list[_Begun] = []
+        begun, turns = list[_Begun](), [0]
         with self._calls:
             pending: Pending[S] = Pending(label.step, options.on_progress)
             taken, claim, before = ExitStack(), threading.Lock(), self._parent_tracker.tip()
@@ -294,6 +298,7 @@ class AsyncCommits(Generic[S]):
             def begin() -> WhyNot | None:
                 busy = self._background.admit(wait=options.overlap == "wait", max_age_s=max_age_s)
                 if route.peers:  # before any of them is skipped, so that all ranks raise
+                    turns[0] = route.peers.turn
                     self._raise_overdue(limit)
                 if busy:
                     return busy
@@ -312,7 +317,8 @@ class AsyncCommits(Generic[S]):
                 if why_not:
                     taken.close()
                 else:
-                    self._begin(_Job(pending, begun[0], taken, claim, label, route, options))
+                    numbered = replace(label, turn=turns[0])
+                    self._begin(_Job(pending, begun[0], taken, claim, numbered, route, options))
             except BaseException:
                 # An interrupted caller might change the state too early.
                 pending.cancel()

@@ -38,7 +38,8 @@ class CommitMetadata:
     commit. `unanswered` are sessions, oldest first, whose commits on top of `parents` the log was
     asked to take: the last one that it took is the parent, and only the append can tell. `cast`
     maps globs of leaves to the lower precision in which they are committed. Values of leaves that
-    match a glob in `unchecked` may become infinite, NaN or zero."""
+    match a glob in `unchecked` may become infinite, NaN or zero. Of ranks that commit in the
+    background, only parts of one call, the one with the number `turn`, become a commit."""
 
     run: str
     step: int | None = None
@@ -50,6 +51,7 @@ class CommitMetadata:
     cast: tuple[tuple[str, str], ...] = ()
     unchecked: tuple[str, ...] = ()
     unanswered: tuple[SessionId, ...] = ()
+    turn: int = 0
 
 
 class Prepared(NamedTuple):

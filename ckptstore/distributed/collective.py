@@ -109,6 +109,11 @@ class Collective:
         return self.rank == 0
 
     @property
+    def turn(self) -> int:
+        """The number of the last round, which is equal on all ranks."""
+        return self._sequence
+
+    @property
     def lost(self) -> bool:
         """Whether a rank is lost, which rules out further collective operations."""
         return bool(self._lost)

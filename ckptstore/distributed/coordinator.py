@@ -173,7 +173,7 @@ class Coordinator:
 
 def head_of(label: CommitMetadata) -> list[Any]:
     """The metadata that all ranks must agree on."""
-    return [label.run, label.step, [list(each) for each in label.cast]]
+    return [label.run, label.step, [list(each) for each in label.cast], label.turn]
 
 
 def _merged(label: CommitMetadata, errors: Sequence[Any]) -> Cast | None:
@@ -188,7 +188,13 @@ def _merged(label: CommitMetadata, errors: Sequence[Any]) -> Cast | None:
 def _check_labels(heads: Sequence[list[Any]], label: CommitMetadata) -> None:
     for rank, head in enumerate(heads):
         if head != head_of(label):
-            run, step, cast = head
+            run, step, cast, turn = head
+            if turn != label.turn:
+                raise Conflict(
+                    f"rank {rank} brings its state of another call of commit_async than rank 0, as "
+                    "after a call that was interrupted on one rank; nothing was made of the two: "
+                    "begin the training anew, and resume"
+                )
             if [run, step] == head_of(label)[:2]:
                 raise Conflict(
                     f"rank {rank} casts {dict(cast)}, rank 0 {dict(label.cast)}; they must agree"

@@ -172,6 +172,42 @@ def test_ranks_raise_a_failure_together_whenever_it_came_and_whoever_has_seen_it
     pool.run(raise_together, tmp_path / "store")
 
 
+def interrupt_one_call(rank: int, path: Path) -> str:
+    """One rank is interrupted when the others have begun: what became of its next commit, or of
+    that which the others began."""
+    meet(2)
+    if rank >= 2:
+        return ""
+    group, error = group_of(2), ""
+    with (
+        suppress(ckptstore.CkptStoreError),  # of the commit for which one waits in vain
+        ckptstore.open(path, background=ckptstore.Async(max_in_flight=2)) as store,
+    ):
+
+        def commit(number: int, timeout_s: float) -> ckptstore.PendingCommit:
+            ranks = ckptstore.Ranks(process_group=group, timeout_s=timeout_s)
+            return store.commit_async({"x": layout("rows", full() + number, 2)}, ranks=ranks)
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        commit(0, 60).wait()
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            if rank:
+                patch.setattr(copies.AsyncCommits, "_begin", interrupted)
+            first = commit(1, 60)
+        second = commit(2, 5)
+        error = str((second if rank else first).exception(HANGS_S))
+    return error
+
+
+def test_parts_of_two_calls_never_become_one_commit(pool: Pool, tmp_path: Path) -> None:
+    errors = pool.run(interrupt_one_call, tmp_path / "store")
+    assert all("of another call of commit_async than rank 0" in each for each in errors[:2]), errors
+    with ckptstore.open(tmp_path / "store") as store:
+        assert len(store.log()) == 1
+
+
 def skip_and_call_off(rank: int, path: Path) -> None:
     n = 4
     meet(n)
