@@ -175,10 +175,9 @@ def test_ranks_raise_a_failure_together_whenever_it_came_and_whoever_has_seen_it
 def interrupt_one_call(rank: int, path: Path) -> str:
     """One rank is interrupted when the others have begun: what became of its next commit, or of
     that which the others began."""
-    meet(2)
-    if rank >= 2:
-        return ""
     group, error = group_of(2), ""
+    if rank == 2:
+        return ""
     with (
         suppress(ckptstore.CkptStoreError),  # of the commit for which one waits in vain
         ckptstore.open(path, background=ckptstore.Async(max_in_flight=2)) as store,
@@ -186,7 +185,7 @@ def interrupt_one_call(rank: int, path: Path) -> str:
 
         def commit(number: int, timeout_s: float) -> ckptstore.PendingCommit:
             ranks = ckptstore.Ranks(process_group=group, timeout_s=timeout_s)
-            return store.commit_async({"x": layout("rows", full() + number, 2)}, ranks=ranks)
+            return store.commit_async({"x": full() + number}, ranks=ranks)
 
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
@@ -201,8 +200,8 @@ def interrupt_one_call(rank: int, path: Path) -> str:
     return error
 
 
-def test_parts_of_two_calls_never_become_one_commit(pool: Pool, tmp_path: Path) -> None:
-    errors = pool.run(interrupt_one_call, tmp_path / "store")
+def test_parts_of_two_calls_never_become_one_commit(doomed: Pool, tmp_path: Path) -> None:
+    errors = doomed.run(interrupt_one_call, tmp_path / "store")
     assert all("of another call of commit_async than rank 0" in each for each in errors[:2]), errors
     with ckptstore.open(tmp_path / "store") as store:
         assert len(store.log()) == 1
