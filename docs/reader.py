@@ -95,11 +95,27 @@ def undo(difference: bytes, base: bytes, width: int, shift: int) -> bytes:
     return raw + difference[len(raw) :]
 
 
+def rounded(masters: bytes, function: int) -> bytes:
+    """The float32 numbers of masters, each rounded to 16 bits (§4)."""
+    raw, nan = bytearray(), 0x7FC0 if function == 1 else 0x7E00
+    for (bits,), (number,) in zip(
+        *(struct.iter_unpack(f, masters) for f in ("<I", "<f")), strict=True
+    ):
+        if number != number:
+            raw += struct.pack("<H", bits >> 16 & 0x8000 | nan)
+        elif function == 1:
+            raw += struct.pack("<H", bits + 0x7FFF + (bits >> 16 & 1) >> 16)
+        else:
+            infinite = abs(number) >= 65520  # halfway between the largest float16 and the next
+            raw += struct.pack("<e", number * float("inf") if infinite else number)
+    return bytes(raw)
+
+
 def patched(stored: bytes, base: bytes, width: int) -> bytes:
-    """The chunk that a patch makes of its base (§4)."""
+    """The chunk that a patch makes of its base, or of what was rounded (§4)."""
     expect(xxh3_128_digest(stored[16:]) == stored[:16], "a patch is damaged")
     count, first, _, wide, tail = struct.unpack_from("<IIHBB", stored, 52)
-    word, raw, at, rest = word_of(width), bytearray(base), -1, stored[64:]
+    word, raw, at, rest = word_of(width), bytearray(base), -1, stored[100:]
     gaps, changes = join(rest[:first], count, wide), join(rest[first + tail :], count, word)
     for n in range(count):
         at += int.from_bytes(gaps[n * wide : (n + 1) * wide], "little") + 1
@@ -179,7 +195,7 @@ class Store:
             start, _, offset, length, digest, end = struct.unpack("<12sIQQ32s8s", pack.read())
             pack.seek(offset)
             tail = pack.read(length + 32)
-        form = {b"\2\0\0\0": "<32s16sQIIIBBBB8s", b"\3\0\0\0": "<32s16sQIIIBBBB40s"}
+        form = {b"\2\0\0\0": "<32s16sQIIIBBBB8s", b"\4\0\0\0": "<32s16sQIIIBBBB72s"}
         sound = (start[:8], end, blake3(tail).digest()) == (b"CKPTPACK", b"KCAPTPKC", digest)
         if sound and start[8:] in form:
             records = list(struct.iter_unpack(form[start[8:]], tail[:length]))
@@ -197,7 +213,10 @@ class Store:
                 stored = pack.read(length)
                 if codec == 4:
                     expect(0 < stored[60] <= most, "a chain of patches is too long")
-                    raw = patched(stored, self.chunk(stored[16:48], stored[60] - 1), width)
+                    others = [stored[64:96]] if any(stored[64:96]) else []
+                    bases = [self.chunk(each, stored[60] - 1) for each in (stored[16:48], *others)]
+                    before = rounded(b"".join(bases), stored[96]) if stored[96] else bases[0]
+                    raw = patched(stored, before, width)
                 else:
                     raw = decode(codec, stored, width, size)
                 if base:

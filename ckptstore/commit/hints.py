@@ -16,7 +16,8 @@ from ckptstore.repository.dedup import ChunkTable
 from ckptstore.repository.memory_budget import PatchMemory
 
 WAIT_MAX = 128
-"""A leaf that changes in most words is looked at again after so many commits at most."""
+"""A leaf that changes in most words, or that rounds no other, is looked at again after so many
+commits at most."""
 
 LeafChunk: TypeAlias = tuple[int, int]
 """A leaf of a plan, and the number of a chunk in it."""
@@ -122,9 +123,45 @@ class HeldChunks:
 
 
 @dataclass(slots=True)
+class KnownMasters:
+    """Which leaves seem to be the rounding of which, and for which the last commit has `proven` it.
+    While it is not for all that could be, they are looked for, ever more seldom. Threads may share
+    it, and saves that overlap: what one forgets costs bytes alone."""
+
+    pairs: dict[int, int] = field(default_factory=dict)
+    proven: set[int] = field(default_factory=set)
+    wait: int = 0
+    waited: int = 1
+
+    def is_time_to_look(self, leaves: int) -> bool:
+        """Whether a commit, of which so many leaves could be the rounding of others, looks for
+        those."""
+        if len(self.proven) == leaves:
+            self.wait, self.waited = 0, 1
+            return False
+        self.wait -= 1
+        if self.wait > 0:
+            return False
+        self.waited = min(2 * self.waited, WAIT_MAX)
+        self.wait = self.waited
+        return True
+
+    def proven_pairs(self) -> dict[int, int]:
+        return {leaf: masters for leaf, masters in self.pairs.items() if leaf in self.proven}
+
+    def compared(self, leaf: int, *, rounded: bool) -> None:
+        """What comparing a chunk of a leaf with what it seems to round has shown."""
+        if rounded:
+            self.proven.add(leaf)
+        else:
+            self.pairs.pop(leaf, None)
+
+
+@dataclass(slots=True)
 class DedupHints:
-    """What the last commit of a plan leaves for the next: its chunk table, which saves work, and
-    chunks as bases of patches."""
+    """What the last commit of a plan leaves for the next: its chunk table, which saves work, chunks
+    as bases of patches, and where masters are."""
 
     last: ChunkTable | None = None
     held: HeldChunks = field(default_factory=HeldChunks)
+    masters: KnownMasters = field(default_factory=KnownMasters)

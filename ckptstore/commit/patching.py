@@ -106,12 +106,12 @@ class Patcher:
         if before is None or at is None:
             self._held.give_up(taken)
             return None
-        stored = patches.encode(raw, before.raw, width, at, old, before.chain)
+        stored = patches.encode(raw, before.raw, width, at, [old], before.chain)
         if stored and not before.is_sound():
             stored = None
         chain = patches.head_of(stored).chain if stored else patches.WHOLE
         self._held.keep(here, taken, Old(new, raw, chain, summed), self._memory)
-        return NewPatch(new, summed, len(raw), width, old, stored) if stored else None
+        return NewPatch(new, summed, len(raw), width, (old,), stored) if stored else None
 
     def _is_other(self, old: ChunkId, raw: memoryview, width: int) -> bool:
         """Whether a sample of a chunk in the store differs in most words from `raw`. Unverified: it

@@ -7,7 +7,7 @@ hand-overs. The thread copies, hashes and writes a batch in windows of 2 MiB.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from ckptstore.commit.hints import DedupHints
@@ -109,8 +109,13 @@ class ChunkRun:
     def pieces(self) -> Iterator["ChunkRun"]:
         """The run in pieces of at most `WINDOW_BYTES`; a larger chunk is a piece alone."""
         for begin, cuts in _cut(self.cuts, WINDOW_BYTES):
-            lead, rest = self.lead + cuts[0] - self.cuts[0], self.cuts[-1] - cuts[-1]
-            yield ChunkRun(self.part, self.first + begin, cuts, lead, rest)
+            yield self.piece(begin, begin + len(cuts) - 1)
+
+    def piece(self, begin: int, end: int) -> "ChunkRun":
+        """The chunks `begin:end` of the run, in the order of the run."""
+        cuts = self.cuts[begin : end + 1]
+        lead, rest = self.lead + cuts[0] - self.cuts[0], self.rest + self.cuts[-1] - cuts[-1]
+        return ChunkRun(self.part, self.first + begin, cuts, lead, rest)
 
     def behind(self, count: int) -> "ChunkRun":
         """The run without its first `count` chunks."""
@@ -164,7 +169,8 @@ def _part(number: int, extent: Extent, chunk_bytes: int) -> PlanPart:
 
 
 def _batches_of(parts: Sequence[PlanPart], run_bytes: int) -> tuple[tuple[ChunkRun, ...], ...]:
-    return tuple(_grouped((run for part in parts for run in _runs(part, run_bytes)), run_bytes))
+    runs = ((run,) for part in parts for run in _runs(part, run_bytes))
+    return tuple(grouped(runs, run_bytes))
 
 
 def _runs(part: PlanPart, run_bytes: int) -> Iterator[ChunkRun]:
@@ -186,27 +192,37 @@ def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[in
     yield begin, cuts[begin:]
 
 
-def _grouped(runs: Iterable[ChunkRun], most_bytes: int) -> Iterator[tuple[ChunkRun, ...]]:
-    """Consecutive groups of at most `BATCH_RUNS` runs and `most_bytes`; a larger run is a group
-    alone."""
+def grouped(
+    units: Iterable[tuple[ChunkRun, ...]], most_bytes: int
+) -> Iterator[tuple[ChunkRun, ...]]:
+    """The runs of consecutive units, in groups of at most `BATCH_RUNS` runs and `most_bytes`; a
+    larger unit is a group alone."""
     group: list[ChunkRun] = []
     size = 0
-    for run in runs:
-        nbytes = run.raw_bytes
-        if group and (size + nbytes > most_bytes or len(group) == BATCH_RUNS):
+    for runs in units:
+        nbytes = sum(run.raw_bytes for run in runs)
+        if group and (size + nbytes > most_bytes or len(group) + len(runs) > BATCH_RUNS):
             yield tuple(group)
             group, size = [], 0
-        group.append(run)
+        group += runs
         size += nbytes
     if group:
         yield tuple(group)
 
 
-def windows(batch: Sequence[ChunkRun]) -> Iterator[tuple[ChunkRun, ...]]:
-    """The pieces of a batch's runs, in order, in windows of at most `WINDOW_BYTES`; a larger chunk
-    is a window alone."""
-    pieces = (run.pieces() if run.raw_bytes > WINDOW_BYTES else (run,) for run in batch)
-    return _grouped(chain.from_iterable(pieces), WINDOW_BYTES)
+def windows(units: Iterable[tuple[ChunkRun, ...]]) -> Iterator[tuple[ChunkRun, ...]]:
+    """The runs of consecutive units, in windows of at most `WINDOW_BYTES`; a larger unit is a
+    window alone."""
+    return grouped(units, WINDOW_BYTES)
+
+
+def pieces_of(batch: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun]]:
+    """The pieces of a batch's runs, in order, each alone."""
+    for run in batch:
+        if run.raw_bytes > WINDOW_BYTES:
+            yield from ((piece,) for piece in run.pieces())
+        else:
+            yield (run,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +290,7 @@ def _carried(hints: DedupHints, before: CommitPlan, now: CommitPlan) -> DedupHin
         if old := parts.get(part.leaf):
             count = len(part) if part.grid == old.grid else _alike(part.grid, old.grid)
             table.carry(part.leaf, range(part.first, part.first + count), hints.last)
-    return DedupHints(table, hints.held)
+    return DedupHints(table, hints.held, hints.masters)
 
 
 def _alike(grid: Grid, other: Grid) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from ckptstore.commit import masters
 from ckptstore.commit.commit_metadata import CommitMetadata, CommitRequest
 from ckptstore.commit.hints import DedupHints
 from ckptstore.commit.patching import Patcher, in_table
@@ -356,15 +357,19 @@ class Transaction:
         `receipt` and `publish` wait for them.
         """
         made = ChunkTable({part.leaf: range(part.first, part.stop) for part in plan.parts})
-        batches, threads = shared(plan.batches), self._to.threads
-        small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
-        count = min(max_workers or threads.count, threads.count, len(plan.batches))
         hints, dedup = hints or DedupHints(), self.look()
         patcher, memory = None, self._to.patch_memory
+        patching = self.patching and memory.is_used
+        pairs = masters.find(hints.masters, plan, sources) if patching else {}
+        work_units = masters.batches_of(plan, pairs)
+        batches, threads = shared(work_units), self._to.threads
+        small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
+        count = min(max_workers or threads.count, threads.count, len(work_units))
         replaced = in_table(hints.last) if hints.last else before and before.near_chunk
-        if replaced and self.patching and memory.is_used:
+        if replaced and patching:
             patcher = Patcher(self._to.objects, hints.held, memory, replaced)
-        store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
+        rounder = masters.Rounder(hints.masters, pairs)
+        store = dedup, self.packs, watch, threads.scratch, self.measured, patcher, rounder
         work = batches, sources, made, hints.last, *store
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
         if writers:

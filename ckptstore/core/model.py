@@ -215,7 +215,7 @@ NO_BASE = 0xFFFFFFFF
 class PackEntry(NamedTuple):
     """One record of a pack's footer (docs/format.md §4): the chunk's id, the checksum of its raw
     bytes, and where they are stored. The chunk index does not know `kind`, `base` and `patch_of`,
-    and no reader needs them: a delta says where its base lies, and a patch which chunk that is.
+    and no reader needs them: a delta says where its base lies, and a patch which chunks those are.
     `depth` counts the patches from a patch to a whole chunk, itself included."""
 
     chunk: ChunkId
@@ -228,7 +228,7 @@ class PackEntry(NamedTuple):
     kind: int = 0
     base: int = NO_BASE
     patch_of: bytes = b""
-    """The id of a patch's base; empty for any other chunk."""
+    """The ids of a patch's bases, one behind the other; empty for any other chunk."""
     depth: int = 0
 
 

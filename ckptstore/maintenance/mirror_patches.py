@@ -105,8 +105,8 @@ class MirrorPatcher:
             old, width = olds[base], chunk.width
             if (at := patches.changed(raw, old, width)) is None:
                 continue
-            if stored := patches.encode(raw, old, width, at, base, lengths[base]):
-                yield NewPatch(chunk.id, checksum(raw), len(raw), width, base, stored)
+            if stored := patches.encode(raw, old, width, at, [base], lengths[base]):
+                yield NewPatch(chunk.id, checksum(raw), len(raw), width, (base,), stored)
 
     def _lengths(self, bases: Iterable[ChunkId]) -> dict[ChunkId, patches.ChainLength]:
         """How far bases are from chunks that the target stores whole. Where both ends have one in

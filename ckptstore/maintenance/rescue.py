@@ -201,8 +201,8 @@ def read_patch(source: Source) -> NewPatch:
         if mended is None:
             raise
         stored = mended
-    base = patches.head_of(stored).base
-    return NewPatch(entry.chunk, entry.checksum, entry.raw_bytes, entry.width, base, stored)
+    bases = patches.head_of(stored).bases
+    return NewPatch(entry.chunk, entry.checksum, entry.raw_bytes, entry.width, bases, stored)
 
 
 def _is_patch(stored: bytes) -> bool:
@@ -470,23 +470,29 @@ class _Rescue:
         """What was found, with the bases that patches among it need and no pack that stays has. A
         patch without its base is not found."""
         found, left = dict(found), list(found.values())
-        bases: dict[ChunkId, ChunkId] = {}
+        bases: dict[ChunkId, tuple[ChunkId, ...]] = {}
         while left:
             source = left.pop()
             if source is None or not source.is_patch():
                 continue
-            base = bases[source.entry.chunk] = read_patch(source).base
-            if base not in found and not self._is_held(base, damaged):
-                found[base] = None
-                with suppress(Unavailable):
-                    found[base] = find_source(self._donors, base)
-                left.append(found[base])
-        for chunk in bases:
-            at: ChunkId | None = chunk
-            while at in bases:
-                at = bases[at]
-            if at is not None and found.get(at, at) is None:
-                found[chunk] = None
+            bases[source.entry.chunk] = read_patch(source).bases
+            for base in bases[source.entry.chunk]:
+                if base not in found and not self._is_held(base, damaged):
+                    found[base] = None
+                    with suppress(Unavailable):
+                        found[base] = find_source(self._donors, base)
+                    left.append(found[base])
+        lost = {chunk for chunk, source in found.items() if source is None}
+        users: dict[ChunkId, list[ChunkId]] = {}
+        for chunk, its in bases.items():
+            for base in its:
+                users.setdefault(base, []).append(chunk)
+        spread = list(lost)
+        while spread:
+            for user in users.get(spread.pop(), ()):
+                if found[user] is not None:
+                    found[user] = None
+                    spread.append(user)
         return found
 
     def _chunks_of(self, name: PackId) -> set[ChunkId]:

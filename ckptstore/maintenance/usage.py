@@ -23,9 +23,9 @@ from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.objects.codecs import PATCH
-from ckptstore.objects.pack import PAGE, PATCHED_DTYPE
+from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, bases_of
 from ckptstore.objects.pages import decode_page
-from ckptstore.objects.patches import DEPTH_MAX
+from ckptstore.objects.patches import BASES_MAX, DEPTH_MAX
 from ckptstore.repository import footers
 from ckptstore.repository.store_handle import StoreHandle
 
@@ -198,11 +198,11 @@ class Footers:
             bases.append(own[base[base != NO_BASE]])
             if table.dtype == PATCHED_DTYPE:
                 is_patch = table["codec"] == PATCH
-                made.append(own[is_patch])
-                bases.append(short_keys(table["patch_of"][is_patch].tobytes()))
+                made.append(np.repeat(own[is_patch], BASES_MAX))
+                bases.append(short_keys(bases_of(table[is_patch]).tobytes()))
         self._keys, self._stored = np.concatenate(keys), np.concatenate(stored)
-        self._made, first = np.unique(np.concatenate(made), return_index=True)
-        self._bases = np.concatenate(bases)[first]
+        pairs = np.stack((np.concatenate(made), np.concatenate(bases)))
+        self._made, self._bases = pairs[:, np.argsort(pairs[0], kind="stable")]
 
     def sizes_of(self, keys: "Keys") -> "Counts":
         """The stored bytes of the chunk of each of `keys`, which are sorted, twins included."""
@@ -221,7 +221,9 @@ class Footers:
 
     def _of(self, keys: "Keys") -> "Keys":
         """The keys of the bases of chunks."""
-        at = np.searchsorted(self._made, keys)
-        known = np.append(self._made, np.uint64(0))[at] == keys
-        found: Keys = self._bases[at[known & (at < len(self._made))]]
+        keys = np.unique(keys)
+        first, last = (np.searchsorted(self._made, keys, side) for side in ("left", "right"))
+        counts = last - first
+        rows = np.repeat(last - np.cumsum(counts), counts) + np.arange(counts.sum())
+        found: Keys = np.unique(self._bases[rows])
         return found

@@ -1,7 +1,7 @@
 """How does a pack describe its content: a footer of one record per chunk, and a trailer
 (docs/format.md §4)? Pure.
 
-The records of a pack with patches are longer: each names the base of its patch by chunk id.
+The records of a pack with patches are longer: each names the bases of its patch by chunk id.
 
 `parse_footer` checks the hash, and that the records are ordered, disjoint and within the data.
 """
@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.core.ids import ChunkId, digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, digest
 from ckptstore.core.model import NO_BASE, PackEntry
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.objects.codecs import DELTA, KNOWN_CODECS, PATCH, RAW
+from ckptstore.objects.patches import BASES_MAX
 from ckptstore.storage.contract import CHUNK_BYTES_MAX, FOOTERS_BYTES_MAX
 
 TENSOR, SCHEMA, PAGE, LAYOUT = range(4)
@@ -42,8 +43,9 @@ FOOTER_DTYPE = np.dtype(
         ("zero", "V8"),
     ]
 )
-PATCHED_DTYPE = np.dtype([*FOOTER_DTYPE.descr, ("patch_of", "V32")])
-"""The records of a pack that has patches. The last field is zeros for any other chunk."""
+PATCHED_DTYPE = np.dtype([*FOOTER_DTYPE.descr, ("patch_of", "V32", (BASES_MAX,))])
+"""The records of a pack that has patches. The last field is zeros for any other chunk, and where a
+patch has fewer bases."""
 
 FooterTable: TypeAlias = npt.NDArray[np.void]
 """Records of `FOOTER_DTYPE` or `PATCHED_DTYPE`, in order of offset."""
@@ -52,7 +54,7 @@ _COLUMNS = ("chunk", "checksum", "offset", "stored", "raw", "codec", "width", "k
 """The fields of a `PackEntry`, in its order, but for the last, `patch_of` and `depth`."""
 
 _MAGIC, _MAGIC_AT_END = b"CKPTPACK", b"KCAPTPKC"
-_VERSION, _VERSION_PATCHED = 2, 3
+_VERSION, _VERSION_PATCHED = 2, 4
 _HEAD = struct.Struct("<8sIIQQ")
 _NO_CHUNK = bytes(32)
 _IS_KNOWN = np.isin(np.arange(256), KNOWN_CODECS)
@@ -141,16 +143,24 @@ def entries(table: FooterTable) -> list[PackEntry]:
     columns = [table[name].tolist() for name in _COLUMNS]
     if table.dtype == PATCHED_DTYPE:
         named = table["patch_of"].tolist()
-        columns.append([base if base != _NO_CHUNK else b"" for base in named])
+        columns.append([b"".join(base for base in row if base != _NO_CHUNK) for row in named])
         columns.append(table["depth"].tolist())
     return [PackEntry(ChunkId(chunk), *rest) for chunk, *rest in zip(*columns, strict=True)]
+
+
+def bases_of(table: FooterTable) -> npt.NDArray[np.void]:
+    """The ids of the bases of each record's patch, zeros if it is none: of one that has a single
+    base, that comes twice. `table` has `PATCHED_DTYPE`."""
+    named = table["patch_of"].copy()
+    named[:, 1:] = np.where(named[:, 1:] == np.void(_NO_CHUNK), named[:, :1], named[:, 1:])
+    return named
 
 
 def bases_named(table: FooterTable) -> npt.NDArray[np.void]:
     """The different chunks of any pack that are the bases of patches among the records."""
     if table.dtype != PATCHED_DTYPE:
         return np.empty(0, "V32")
-    return np.unique(table["patch_of"][table["codec"] == PATCH])
+    return np.unique(bases_of(table[table["codec"] == PATCH]))
 
 
 def _table(entries: Sequence[PackEntry]) -> FooterTable:
@@ -165,7 +175,8 @@ def _table(entries: Sequence[PackEntry]) -> FooterTable:
         for name, column in zip(_COLUMNS[2:], rest, strict=True):
             table[name] = column
         if patched:
-            table["patch_of"] = np.frombuffer(b"".join(base or _NO_CHUNK for base in named), "V32")
+            padded = (bases.ljust(CHUNK_ID_BYTES * BASES_MAX, b"\0") for bases in named)
+            table["patch_of"] = np.frombuffer(b"".join(padded), "V32").reshape(-1, BASES_MAX)
             table["depth"] = depth
     except (ValueError, OverflowError) as error:
         raise InvalidInput(f"these entries make no pack: {error}") from error
@@ -198,7 +209,7 @@ def _check_columns(table: FooterTable, metadata: bool) -> None:
             _sound_bases(table),
             "a base if it is a delta: an earlier record as long and wide, no delta and no patch",
         ),
-        (_sound_names(table), "the id of a base if it is a patch, else none"),
+        (_sound_names(table), "the ids of bases if it is a patch, else none"),
         (
             (table["depth"] > 0) == (table["codec"] == PATCH),
             "how many patches it is from a whole chunk, which is none if it is no patch",
@@ -226,14 +237,16 @@ def _sound_bases(table: FooterTable) -> npt.NDArray[np.bool_]:
 
 
 def _sound_names(table: FooterTable) -> npt.NDArray[np.bool_]:
-    """For each record, whether it names a base of its patch, which is another chunk of tensor
+    """For each record, whether it names bases of its patch, which are other chunks of tensor
     bytes, or is none and names none."""
     is_patch: npt.NDArray[np.bool_] = table["codec"] == PATCH
     if table.dtype != PATCHED_DTYPE:
         return ~is_patch
     named = table["patch_of"]
-    ok: npt.NDArray[np.bool_] = is_patch == (named != np.void(_NO_CHUNK))
-    ok &= ~is_patch | ((named != table["chunk"]) & (table["kind"] == TENSOR))
+    ok: npt.NDArray[np.bool_] = is_patch == (named[:, 0] != np.void(_NO_CHUNK))
+    ok &= is_patch | (named == np.void(_NO_CHUNK)).all(axis=1)
+    others = (named != table["chunk"][:, np.newaxis]).all(axis=1)
+    ok &= ~is_patch | (others & (table["kind"] == TENSOR))
     return ok
 
 

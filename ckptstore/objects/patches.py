@@ -1,13 +1,15 @@
-"""How is a chunk stored as a patch: the words that differ from its base, a chunk that may lie in
-any pack (docs/format.md §4)?
+"""How is a chunk stored as a patch: the words that differ from its base, or from the rounding of
+its bases, chunks that may lie in any pack (docs/format.md §4)?
 
-A patch names its base by chunk id. It begins with the checksum of its own bytes, so that it can be
-verified without its base. It is made at commit, where the chunk that was at the same place
-before is at hand and few words differ. Pure, and thread-safe.
+A patch names its bases by chunk id. It begins with the checksum of its own bytes, so that it can be
+verified without them. It is made at commit: where the chunk that was at the same place before is at
+hand and few words differ, and where 16-bit weights are the rounding of float32 masters. Pure, and
+thread-safe.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +31,36 @@ CHANGED_PART = 8
 _GATHERED_WORDS = 1 << 16
 """Of patches that are added at once, before the last of them."""
 
-_HEAD = struct.Struct(f"<{CHECKSUM_BYTES}x{CHUNK_ID_BYTES}sIIIHBB")
+BASES_MAX = 2
+"""So many chunks of masters have the elements of one chunk of weights."""
+
+SAME, BFLOAT16, FLOAT16 = range(3)
+"""How a patch makes of its bases the words that it changes: it takes those of its one base, or
+rounds the float32 words of all to the nearest number of 16 bits, halves to even."""
+
+ROUNDINGS = {"bfloat16": BFLOAT16, "float16": FLOAT16}
+"""The roundings, by the dtype that they make."""
+
+_ROUNDED_WIDTH = 2
+_NANS = {BFLOAT16: 0x7FC0, FLOAT16: 0x7E00}
+"""What a rounding makes of any NaN, apart from its sign."""
+
+_INFINITIES = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00}
+
+fast_rounding: Callable[[int, npt.NDArray[Any], npt.NDArray[Any]], bool] | None = None
+"""Rounds words faster than numpy does, and to the same bits, except for NaN; False if it did not.
+Set where torch is at hand."""
+
+_FAST_WORDS_MIN = 1 << 15
+"""Fewer words are rounded by numpy at once."""
+
+_ROUNDED_WORDS = 1 << 16
+"""Words that are rounded at a time: with what is made of them, they fit a processor's cache."""
+
+_HEAD = struct.Struct(
+    f"<{CHECKSUM_BYTES}x{CHUNK_ID_BYTES}sIIIHBB{CHUNK_ID_BYTES * (BASES_MAX - 1)}sB3x"
+)
+_NO_CHUNKS = bytes(CHUNK_ID_BYTES * (BASES_MAX - 1))
 _GAP_TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -53,11 +84,12 @@ WHOLE = ChainLength()
 
 
 class Head(NamedTuple):
-    """What a patch says before its planes: its base, the `chain` from it to a whole chunk, itself
-    included, the number of words that differ, and the bytes of the planes of their gaps, of a gap,
-    and of what follows the chunk's last whole word."""
+    """What a patch says before its planes: its bases and the `function` that makes words of them,
+    the `chain` from it to whole chunks, itself included, the number of words that differ, and the
+    bytes of the planes of their gaps, of a gap, and of what follows the chunk's last whole word."""
 
-    base: ChunkId
+    bases: tuple[ChunkId, ...]
+    function: int
     chain: ChainLength
     words: int
     gaps_bytes: int
@@ -70,16 +102,26 @@ def changed(raw: memoryview, base: memoryview, width: int) -> Changed | None:
     for a patch, or if the chunks are not equally long."""
     if len(raw) != len(base):
         return None
-    differ = codecs.words_of(raw, width) != codecs.words_of(base, width)
+    words, olds = codecs.words_of(raw, width), codecs.words_of(base, width)
+    if np.array_equal(words, olds):
+        return np.empty(0, np.intp)
+    differ = words != olds
     few = np.count_nonzero(differ) * CHANGED_PART <= len(differ)
     return np.flatnonzero(differ) if few else None
 
 
 def encode(
-    raw: memoryview, base: memoryview, width: int, at: Changed, named: ChunkId, chain: ChainLength
+    raw: memoryview,
+    base: memoryview,
+    width: int,
+    at: Changed,
+    named: Sequence[ChunkId],
+    chain: ChainLength,
+    function: int = SAME,
 ) -> bytes | None:
-    """The patch that makes `raw` of `base`, the raw bytes of the chunk `named` at the end of
-    `chain`; the words `at` differ (`changed`).
+    """The patch that makes `raw` of `base`, which the `function` makes of the raw bytes of the
+    chunks `named`, the farthest of which is at the end of `chain`; the words `at` differ
+    (`changed`).
 
     Returns None if the chain would take more bytes than the chunk, or more than `DEPTH_MAX`
     patches.
@@ -87,34 +129,112 @@ def encode(
     if chain.depth >= DEPTH_MAX:
         return None
     words, olds = codecs.words_of(raw, width), codecs.words_of(base, width)
-    gaps, changes = np.diff(at, prepend=-1) - 1, words[at]
-    gap_bytes = _gap_bytes(int(gaps.max(initial=0)))
-    codecs.subtract(changes, olds[at])
-    coded_gaps = codecs.encode_few(gaps.astype(_GAP_TYPES[gap_bytes]))
-    tail = raw[words.nbytes :]
-    parts = coded_gaps, tail, codecs.encode_few(changes)
+    tail, gap_bytes = raw[words.nbytes :], 1
+    if len(at):
+        gaps, changes = np.diff(at, prepend=-1) - 1, words[at]
+        gap_bytes = _gap_bytes(int(gaps.max()))
+        codecs.subtract(changes, olds[at])
+        coded_gaps = codecs.encode_few(gaps.astype(_GAP_TYPES[gap_bytes]))
+        parts = coded_gaps, tail, codecs.encode_few(changes)
+    else:
+        parts = (coded_gaps := _no_words(1)), tail, _no_words(words.itemsize)
     nbytes = chain.nbytes + _HEAD.size + sum(map(len, parts))
     if nbytes > len(raw):
         return None
     numbers = nbytes, len(at), len(coded_gaps), chain.depth + 1, gap_bytes, len(tail)
-    rest = b"".join((_HEAD.pack(named, *numbers)[CHECKSUM_BYTES:], *parts))
+    head = _HEAD.pack(named[0], *numbers, b"".join(named[1:]), function)
+    rest = b"".join((head[CHECKSUM_BYTES:], *parts))
     return checksum(rest) + rest
+
+
+@cache
+def _no_words(width: int) -> bytes:
+    return codecs.encode_few(np.empty(0, f"<u{width}"))
 
 
 def head_of(stored: Stored) -> Head:
     """What a patch says. Raises `Corrupt`, also if its own bytes do not match their checksum."""
     if len(stored) < _HEAD.size:
-        raise Corrupt("a patch does not name its base; run `ckptstore fsck`")
+        raise Corrupt("a patch does not name its bases; run `ckptstore fsck`")
     if checksum(stored[CHECKSUM_BYTES:]) != stored[:CHECKSUM_BYTES]:
         raise Corrupt("a patch does not match its own checksum; run `ckptstore fsck`")
-    base, nbytes, count, gaps_bytes, depth, gap_bytes, tail_bytes = _HEAD.unpack_from(stored)
+    base, nbytes, count, gaps_bytes, depth, gap_bytes, tail_bytes, others, function = (
+        _HEAD.unpack_from(stored)
+    )
     if not 0 < depth <= DEPTH_MAX or gap_bytes not in _GAP_TYPES:
         raise Corrupt(
             f"a patch says that it is {depth} patches from a whole chunk, with gaps of {gap_bytes} "
             f"bytes; wanted 1 to {DEPTH_MAX}, and 1, 2 or 4; run `ckptstore fsck`"
         )
+    bases = (base,) if others == _NO_CHUNKS else (base, others)
+    if function > FLOAT16 or (function == SAME and len(bases) > 1):
+        raise Corrupt(
+            f"a patch says that function {function} makes it of {len(bases)} chunks; wanted 0 of "
+            f"one, or 1 or 2; run `ckptstore fsck`"
+        )
     chain = ChainLength(depth, nbytes)
-    return Head(ChunkId(base), chain, count, gaps_bytes, gap_bytes, tail_bytes)
+    return Head(
+        tuple(map(ChunkId, bases)), function, chain, count, gaps_bytes, gap_bytes, tail_bytes
+    )
+
+
+def round_into(function: int, masters: Sequence[memoryview], out: memoryview) -> None:
+    """Fill `out` with the rounding of the raw bytes of masters, one behind the other, which have
+    twice as many bytes. Raises `Corrupt`; `out` is then undefined."""
+    sizes = [len(master) for master in masters]
+    if sum(sizes) != 2 * len(out) or any(size % 4 for size in sizes):
+        raise Corrupt(
+            f"a patch rounds chunks of {sizes} bytes to one of {len(out)}; wanted twice as many, "
+            "and whole words; run `ckptstore fsck`"
+        )
+    words, start, fast = np.frombuffer(out, "<u2"), 0, fast_rounding
+    for master in masters:
+        bits = np.frombuffer(master, "<u4")
+        some = words[start : (start := start + len(bits))]
+        is_fast = fast is not None and len(bits) >= _FAST_WORDS_MIN and fast(function, bits, some)
+        if not is_fast or _has_nan(function, some):
+            for at in range(0, len(bits), _ROUNDED_WORDS):
+                part = slice(at, at + _ROUNDED_WORDS)
+                round_exactly(function, bits[part], some[part])
+
+
+def _has_nan(function: int, words: npt.NDArray[np.uint16]) -> bool:
+    """Whether some words are NaN, of which libraries make different bits."""
+    infinity = _INFINITIES[function]
+    return int(words.view("<i2").max()) > infinity or int(words.max()) > 0x8000 | infinity
+
+
+def encode_rounded(
+    raw: memoryview,
+    masters: Sequence[tuple[ChunkId, memoryview]],
+    function: int,
+    scratch: memoryview,
+) -> bytes | None:
+    """The patch that makes `raw` of the rounding of masters, with their ids; None if it is not
+    their rounding. `scratch` has as many bytes as `raw`."""
+    round_into(function, [master for _, master in masters], scratch)
+    at = changed(raw, scratch, _ROUNDED_WIDTH)
+    if at is None:
+        return None
+    named = [chunk for chunk, _ in masters]
+    return encode(raw, scratch, _ROUNDED_WIDTH, at, named, WHOLE, function)
+
+
+def round_exactly(function: int, bits: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    """Round words, whose bits may be those of any number, in the way that docs/format.md states."""
+    if function == BFLOAT16:
+        moved = bits >> 16
+        moved &= 1
+        moved += 0x7FFF
+        moved += bits
+        moved >>= 16
+        out[:] = moved
+    else:
+        with np.errstate(all="ignore"):
+            out.view("<f2")[:] = bits.view("<f4")
+    nan = np.isnan(bits.view("<f4"))
+    if nan.any():
+        out[nan] = (bits[nan] >> 16 & 0x8000) | _NANS[function]
 
 
 def apply(chain: Iterable[tuple[Stored, int]], out: memoryview) -> None:

@@ -144,7 +144,8 @@ class FileRange:
 @dataclass(frozen=True, slots=True)
 class Request:
     """The chunks of one call of `read_into`, which says what the fields mean: chunk `i` of `ids`
-    goes to `out[i]`. With `verify_ids`, not only its checksum is compared."""
+    goes to `out[i]`. With `verify_ids`, not only its checksum is compared. With `is_base`, others
+    are made of their rounding, and so they are made of none."""
 
     ids: bytes
     out: Sequence[memoryview]
@@ -152,6 +153,7 @@ class Request:
     verify_ids: bool
     past_cache: bool = False
     bases: Mapping[ChunkId, memoryview] = field(default_factory=dict)
+    is_base: bool = False
 
     def ids_of(self, positions: Sequence[int]) -> bytes:
         """The ids of the chunks `positions`, in the order of `positions`."""

@@ -60,7 +60,7 @@ from ckptstore.repository.footers import (
 from ckptstore.repository.memory_budget import ReadRoom
 from ckptstore.repository.near_chunks import NearChunks
 from ckptstore.repository.patch_bases import PatchBases
-from ckptstore.repository.patch_chains import LOOKS, PatchChain, Whole, follow, groups
+from ckptstore.repository.patch_chains import LOOKS, PatchChain, Rounded, Whole, follow, groups
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
@@ -311,7 +311,18 @@ class ObjectStore:
         `out`, `NotFound` for one that no listed pack holds.
         """
         request = Request(ids, out, describe, verify_ids, past_cache, bases)
-        left: Sequence[int] = range(len(out))
+        self._fill(request, where, threads, room)
+
+    def _fill(
+        self,
+        request: Request,
+        where: "NDArray[np.void] | None",
+        threads: ThreadPool | None,
+        room: ReadRoom,
+    ) -> None:
+        """Carry out a request of `read_into`, which says what is raised."""
+        left: Sequence[int] = range(len(request.out))
+        past_cache = request.past_cache
         try:
             if self._cache is not None and not past_cache:
                 left, where = self._not_cached(request, self._cache, threads), None
@@ -338,7 +349,7 @@ class ObjectStore:
         except (Corrupt, NotFound) as error:
             if self.rescue is None:
                 raise
-            self.rescue(ids, out, error)
+            self.rescue(request.ids, request.out, error)
 
     def _distrust(self, packs: Iterable[PackId]) -> None:
         """Packs with a chunk that could not be read are no longer relied on for chunks: the next
@@ -482,7 +493,12 @@ class ObjectStore:
         places: dict[int, NDArray[np.void]] = {}
         for i in out:
             end = chains[request.id(i)].end
-            if not isinstance(end, Whole):
+            if isinstance(end, Rounded):
+                try:
+                    self._round(request, end, out[i])
+                except (Corrupt, NotFound) as error:
+                    found[i] = error
+            elif not isinstance(end, Whole):
                 found[i] = end or NotFound("its chain of patches has no end")
             elif (base := request.bases.get(ChunkId(end.row["chunk"].tobytes()))) is None:
                 places[i] = end.row
@@ -506,6 +522,27 @@ class ObjectStore:
             for i in places:
                 found |= self._read_whole(request, {i: out[i]}, chains)
         return found
+
+    def _round(self, request: Request, of: Rounded, out: memoryview) -> None:
+        """Fill `out` with the rounding of chunks, which no rounding makes. Raises `Corrupt`,
+        before it allocates more than three times as much as `out` has, and `NotFound`."""
+        if request.is_base:
+            raise Corrupt("a base of its patch is rounded itself; run `ckptstore fsck`")
+        where = self.located(b"".join(of.bases))
+        sizes = where["raw"].tolist()
+        if sum(sizes) > 3 * len(out):
+            raise Corrupt(f"the bases of its patch have {sizes} bytes; run `ckptstore fsck`")
+        masters = [memoryview(bytearray(size)) for size in sizes]
+        base = replace(
+            request,
+            ids=where["chunk"].tobytes(),
+            out=masters,
+            describe=lambda n: "rounded to another chunk",
+            verify_ids=False,
+            is_base=True,
+        )
+        self._fill(base, where, None, ALONE)
+        patches.round_into(of.function, masters, out)
 
     @uncollected()
     def _plan(

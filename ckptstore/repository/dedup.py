@@ -149,8 +149,12 @@ class Dedup:
         are reused then, and no look-up found the chunk in a pack that cannot be relied on. Such a
         chunk is written whole: a patch of what has a patch of it would need itself."""
         made = {patch.id: patch for patch in patches if patch.id not in self._distrusted}
-        bases = self.look_up({patch.base for patch in made.values()}) if made else {}
-        return {chunk: patch for chunk, patch in made.items() if bases[patch.base]}
+        live = self.look_up({b for patch in made.values() for b in patch.bases}) if made else {}
+        return {c: patch for c, patch in made.items() if all(live[b] for b in patch.bases)}
+
+    def is_distrusted(self, chunk: ChunkId) -> bool:
+        """Whether a look-up found a chunk in a pack that cannot be relied on."""
+        return chunk in self._distrusted
 
     def reuse(self, packs: Iterable[int]) -> None:
         """Rely on chunks of `packs`, by number, and so on the packs that hold the bases of patches

@@ -45,14 +45,14 @@ class NewChunk(NamedTuple):
 
 
 class NewPatch(NamedTuple):
-    """A chunk to write as the patch `stored` of the chunk `base`, with the checksum of its raw
+    """A chunk to write as the patch `stored` of the chunks `bases`, with the checksum of its raw
     bytes."""
 
     id: ChunkId
     checksum: bytes
     raw_bytes: int
     width: int
-    base: ChunkId
+    bases: tuple[ChunkId, ...]
     stored: bytes
 
 
@@ -213,10 +213,10 @@ class PackWriter:
     def add_patches(self, chunks: Sequence[NewPatch]) -> None:
         """Append patches of tensor bytes, one directly behind the other."""
         target = self.pack_with_room(sum(len(chunk.stored) for chunk in chunks))
-        for chunk, summed, raw_bytes, width, base, stored in chunks:
+        for chunk, summed, raw_bytes, width, bases, stored in chunks:
             at, nbytes, depth = target.offset, len(stored), patches.head_of(stored).chain.depth
             entry = PackEntry(chunk, summed, at, nbytes, raw_bytes, codecs.PATCH, width)
-            target.put(entry._replace(patch_of=base, depth=depth), stored)
+            target.put(entry._replace(patch_of=b"".join(bases), depth=depth), stored)
 
     def pack_with_room(self, nbytes: int) -> OpenPack:
         """The pack to write `nbytes` to, if it has room for them, else a new one."""

@@ -1,4 +1,4 @@
-"""Which patches lie between a chunk and one that is stored whole?
+"""Which patches lie between a chunk and those that are stored whole?
 
 A chain is followed for many chunks at once, a step at a time: the patches of one commit lie side by
 side, so that each step takes few reads. Each patch is verified by its own checksum.
@@ -6,11 +6,14 @@ side, so that each step takes few reads. Each patch is verified by its own check
 The index knows the copy of a chunk that the fewest patches make, so that each step leads nearer to
 a whole one. Where damage has taken that copy, the way may be longer. A chain that comes back to a
 chunk, or is twice as long as any, is refused.
+
+A patch that rounds its bases ends a chain. Its bases are read as any chunks are, and no rounding
+may make one of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -66,20 +69,27 @@ class Whole:
         self.row = row
 
 
+class Rounded(NamedTuple):
+    """Chunks whose rounding the last patch of a chain changes, and how they are rounded."""
+
+    bases: tuple[ChunkId, ...]
+    function: int
+
+
 Step: TypeAlias = StoredPatch | Whole | Problem
 
 
 @dataclass(slots=True)
 class PatchChain:
-    """The patches of a chunk, the nearest to it first, up to the chunk that is stored `whole`, or
-    the problem that ended the search."""
+    """The patches of a chunk, the nearest to it first, up to the chunk that is stored whole or to
+    those that are rounded, or the problem that ended the search."""
 
     patches: list[StoredPatch] = field(default_factory=list)
-    end: Whole | Problem | None = None
+    end: Whole | Rounded | Problem | None = None
 
     def make(self, out: memoryview) -> None:
-        """Make the chunk's raw bytes in `out`, which holds those of the whole chunk; raises
-        `Corrupt`."""
+        """Make the chunk's raw bytes in `out`, which holds those of the whole chunk, or what
+        rounding made; raises `Corrupt`."""
         patches.apply(((patch.stored, patch.entry.width) for patch in reversed(self.patches)), out)
 
 
@@ -125,7 +135,10 @@ def _extend(chain: PatchChain, step: Step) -> ChunkId | None:
         )
         return None
     chain.patches.append(step)
-    return step.head.base
+    if step.head.function != patches.SAME:
+        chain.end = Rounded(step.head.bases, step.head.function)
+        return None
+    return step.head.bases[0]
 
 
 def _located_alone(

@@ -24,6 +24,7 @@ import torch
 
 from ckptstore.core.model import Shape
 from ckptstore.errors import InvalidInput
+from ckptstore.state import rounding as _fast_rounding  # noqa: F401 (registers itself)
 from ckptstore.state.leaf_sources import StagedSource
 
 DTYPES: dict[str, torch.dtype] = {

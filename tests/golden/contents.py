@@ -100,6 +100,37 @@ def write_patched(place: Path) -> None:
             store.commit(patched_state(step), step=step)
 
 
+ROUNDED_STEPS = (1, 2)
+
+
+def rounded_state(step: int) -> dict[str, Any]:
+    """Weights that round masters, among which are numbers of all kinds: of two chunks and of one,
+    and some that are not what rounding makes. The weights of the second step are alone."""
+    odd = torch.arange(4_000, dtype=torch.int64) * 2654435761 + step
+    bits = torch.cat([odd % (1 << 32), _noise(torch.arange(36_003) + step) * 5 + 0x3E000000])
+    single = (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
+    up = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    nan = bits & 0x7FFFFFFF > 0x7F800000
+    brain = torch.where(nan, bits >> 16 | 0x7FC1, up)
+    brain[35_000::97] ^= 3
+    finite = torch.where(nan | single.isinf(), torch.ones(()), single)
+    finite[:40] = torch.arange(40) * 2.0**-26 * step
+    weights = {
+        "brain": (brain - (brain >> 15 << 16)).to(torch.int16).view(torch.bfloat16),
+        "half": finite[:20_000].half(),
+    }
+    masters = {"brain": single, "half": finite[:20_000]}
+    return {"model": weights} if step == 2 else {"model": weights, "masters": masters}
+
+
+def write_rounded(place: Path) -> None:
+    """A commit of weights that round its masters, and one of weights alone."""
+    storage = ckptstore.Storage(chunk_bytes=64 << 10)
+    with ckptstore.open(place / "rounded", storage=storage) as store:
+        for step in ROUNDED_STEPS:
+            store.commit(rounded_state(step), step=step)
+
+
 PLAIN_STEPS = (1, 2)
 
 
@@ -167,4 +198,5 @@ if __name__ == "__main__":
     write(Path(sys.argv[1]))
     write_compacted(Path(sys.argv[1]))
     write_patched(Path(sys.argv[1]))
+    write_rounded(Path(sys.argv[1]))
     write_grown(Path(sys.argv[1]))

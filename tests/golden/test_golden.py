@@ -22,13 +22,14 @@ from tests.golden.contents import (
     moved_state,
     patched_state,
     plain_state,
+    rounded_state,
     state,
 )
 from tests.golden.reader import reader
 
 HERE = Path(__file__).parent
 STORES = sorted(path.parent.relative_to(HERE) for path in HERE.glob("*/*/ckptstore.json"))
-COMPACTED, PATCHED = Path("v3/compacted"), Path("v3/patched")
+COMPACTED, PATCHED, ROUNDED = Path("v3/compacted"), Path("v3/patched"), Path("v3/rounded")
 PLAIN, GROWN = Path("v3/plain"), Path("v3/grown")
 
 
@@ -53,13 +54,16 @@ def test_there_is_a_store_of_each_format_version() -> None:
         "v3/zstd",
         "v3/compacted",
         "v3/patched",
+        "v3/rounded",
         "v3/plain",
         "v3/grown",
     }
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in STORES if name not in (COMPACTED, PATCHED, PLAIN, GROWN)], ids=str
+    "name",
+    [name for name in STORES if name not in (COMPACTED, PATCHED, ROUNDED, PLAIN, GROWN)],
+    ids=str,
 )
 def test_a_store_of_an_earlier_version_is_read_and_continued(name: Path, tmp_path: Path) -> None:
     place = tmp_path / "store"
@@ -112,6 +116,20 @@ def test_a_patched_golden_store_is_read_checked_and_collected(tmp_path: Path) ->
         store.gc(grace_s=0, max_unused=0)
         for step in (3, 4):
             assert same(store.checkout(step).state_dict(), patched_state(step))
+        assert not store.fsck("data").findings
+
+
+def test_a_golden_store_of_rounded_masters_is_read_checked_and_collected(tmp_path: Path) -> None:
+    place = tmp_path / "rounded"
+    shutil.copytree(HERE / ROUNDED, place)
+    with ckptstore.open(place) as store:
+        store.tag("kept", 1)
+        store.forget([2])
+        store.gc(grace_s=0, max_unused=0)
+        for key, leaves in rounded_state(1).items():
+            for name, wanted in leaves.items():
+                found = store.checkout(1).read(f"{key}/{name}")
+                assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
         assert not store.fsck("data").findings
 
 

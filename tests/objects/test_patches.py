@@ -19,7 +19,7 @@ def made(
     raw: memoryview, base: memoryview, width: int, named: ChunkId, chain: patches.ChainLength
 ) -> bytes | None:
     at = patches.changed(raw, base, width)
-    return None if at is None else patches.encode(raw, base, width, at, named, chain)
+    return None if at is None else patches.encode(raw, base, width, at, [named], chain)
 
 
 def drawn(random: Random) -> tuple[bytes, bytes, int]:
@@ -49,7 +49,7 @@ def test_a_patch_makes_the_chunk_of_its_base(seed: int) -> None:
         patches.apply([(stored, width)], memoryview(out))
         assert out == raw, f"seed {seed}: {len(raw)} bytes of {width}"
         head = patches.head_of(stored)
-        assert head.base == BASE
+        assert head.bases == (BASE,)
         assert head.chain == patches.ChainLength(1, len(stored))
     assert count > 100
 

@@ -34,9 +34,9 @@ def patch(n: int, base: int, depth: int = 0) -> NewPatch:
     (name, raw), (of, before) = chunk(n), chunk(base)
     at = patches.changed(raw, before, 2)
     assert at is not None
-    stored = patches.encode(raw, before, 2, at, of, patches.ChainLength(depth, 10))
+    stored = patches.encode(raw, before, 2, at, [of], patches.ChainLength(depth, 10))
     assert stored is not None
-    return NewPatch(name, checksum(raw), len(raw), 2, of, stored)
+    return NewPatch(name, checksum(raw), len(raw), 2, (of,), stored)
 
 
 def listed(handle: StoreHandle, made: list[NewPatch], whole: int | None = None) -> None:
@@ -107,7 +107,7 @@ def test_a_patch_that_makes_another_chunk_is_found(handle: StoreHandle) -> None:
 def test_a_pack_whose_footer_names_no_base_is_damaged() -> None:
     name, raw = chunk(1)
     entry = PackEntry(name, checksum(raw), 0, 100, len(raw), codecs.PATCH, 2, TENSOR, depth=1)
-    with pytest.raises(ckptstore.InvalidInput, match="id of a base"):
+    with pytest.raises(ckptstore.InvalidInput, match="ids of bases"):
         encode_tail([entry], 100, metadata=False)
 
 

@@ -96,10 +96,12 @@ class PackToRead(NamedTuple):
 
 
 class Patched(NamedTuple):
-    """A chunk that is stored as a patch of `base`, and where."""
+    """A chunk that is stored as a patch of `base`, and where; the `others` that it is rounded of,
+    too, are whole."""
 
     chunk: ChunkId
     base: ChunkId
+    others: tuple[tuple[ChunkId, tuple[ChunkInPack, ...]], ...]
     places: tuple[ChunkInPack, ...]
 
 
@@ -192,7 +194,7 @@ def patches_in(contents: Contents, chosen: Set[PackId]) -> Iterator[tuple[Patche
     bases = contents.bases
     patches_of: dict[ChunkId, list[ChunkId]] = {}
     for chunk in _chain_members(contents, chosen):
-        patches_of.setdefault(bases[chunk], []).append(chunk)
+        patches_of.setdefault(bases[chunk][0], []).append(chunk)
 
     def places(chunk: ChunkId, *, patched: bool) -> tuple[ChunkInPack, ...]:
         found = contents.inventory.places(chunk)
@@ -208,7 +210,8 @@ def patches_in(contents: Contents, chosen: Set[PackId]) -> Iterator[tuple[Patche
             while left:
                 base = left.pop()
                 for chunk in patches_of.get(base, ()):
-                    below.append(Patched(chunk, base, places(chunk, patched=True)))
+                    others = ((each, places(each, patched=False)) for each in bases[chunk][1:])
+                    below.append(Patched(chunk, base, tuple(others), places(chunk, patched=True)))
                     left.append(chunk)
             batch.append(Patches(whole, places(whole, patched=False), tuple(below)))
             if sum(len(each.patched) for each in batch) >= _PATCHES_AT_ONCE:
@@ -227,11 +230,12 @@ def made_wrong(storage: Storage, threads: ThreadPool, given: Sequence[Patches]) 
         bases, raws = {patched.base for patched in each.patched}, dict[ChunkId, memoryview]()
         with suppress(CkptStoreError):
             raws[each.whole] = read_chunk(storage, each.places)
-        for chunk, base, places in each.patched:
+        for chunk, base, others, places in each.patched:
             if base in raws:
                 with suppress(CkptStoreError):
                     patch = stored_patch(storage, places)
-                    made = _made(patch, base, raws[base])
+                    its = {name: read_chunk(storage, where) for name, where in others}
+                    made = _made(patch, {base: raws[base], **its})
                     if made is None:
                         found.append(_made_wrong(patch, places))
                     elif chunk in bases:
@@ -241,16 +245,23 @@ def made_wrong(storage: Storage, threads: ThreadPool, given: Sequence[Patches]) 
     return found
 
 
-def _made(patch: StoredPatch, base: ChunkId, raw: memoryview) -> memoryview | None:
-    """The chunk that a patch makes of its `base`, which its pack's footer names; None if it makes
-    another or names another base."""
-    made = memoryview(bytearray(raw))
+def _made(patch: StoredPatch, raws: Mapping[ChunkId, memoryview]) -> memoryview | None:
+    """The chunk that a patch makes of its bases, which its pack's footer names; None if it makes
+    another or names other bases."""
+    head, entry = patch.head, patch.entry
+    if set(head.bases) != raws.keys():
+        return None
+    masters = [raws[base] for base in head.bases]
     try:
-        patches.apply([(patch.stored, patch.entry.width)], made)
+        if head.function == patches.SAME:
+            made = memoryview(bytearray(masters[0]))
+        else:
+            made = memoryview(bytearray(entry.raw_bytes))
+            patches.round_into(head.function, masters, made)
+        patches.apply([(patch.stored, entry.width)], made)
     except Corrupt:
         return None
-    is_right = patch.head.base == base and digest(made) == patch.entry.chunk
-    return made if is_right else None
+    return made if digest(made) == entry.chunk else None
 
 
 def _chain_members(contents: Contents, chosen: Set[PackId]) -> dict[ChunkId, None]:
@@ -258,18 +269,18 @@ def _chain_members(contents: Contents, chosen: Set[PackId]) -> dict[ChunkId, Non
     members: dict[ChunkId, None] = {}
     for pack in sorted(chosen):
         table = contents.tables[pack]
-        for chunk in map(ChunkId, table["chunk"][table["codec"] == codecs.PATCH].tolist()):
-            at: ChunkId | None = chunk
-            while at is not None and at in contents.bases and at not in members:
-                members[at] = None
-                at = contents.bases[at]
+        left = list(map(ChunkId, table["chunk"][table["codec"] == codecs.PATCH].tolist()))
+        while left:
+            if (chunk := left.pop()) in contents.bases and chunk not in members:
+                members[chunk] = None
+                left += contents.bases[chunk]
     return members
 
 
 def _made_wrong(patch: StoredPatch, places: Iterable[ChunkInPack]) -> BadChunk:
     chunk = patch.entry.chunk
     place = next(place for place in places if place.entry == patch.entry)
-    what = f"chunk {chunk.hex()[:12]} in {place.keys[0]} is not what its patch makes of its base"
+    what = f"chunk {chunk.hex()[:12]} in {place.keys[0]} is not what its patch makes of its bases"
     return BadChunk(place.pack, place.keys[0], patch.entry, Corrupt(what))
 
 

@@ -28,7 +28,7 @@ from ckptstore.log.state import CommitRow, State
 from ckptstore.maintenance.check import Finding, Kind, severity_of, unread
 from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.documents import decode_document
-from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable
+from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA, FooterTable, bases_of
 from ckptstore.objects.pages import decode_page, join_pages
 from ckptstore.objects.schema import decode_schema, shared_keys
 from ckptstore.repository.chunk_reader import keys_of
@@ -194,8 +194,9 @@ class Contents:
     def dependents(self, chunks: Collection[ChunkId]) -> Mapping[ChunkId, Sequence[ChunkId]]:
         """Each of `chunks` and of the patches that need some of them, with those that it needs."""
         patches_of: dict[ChunkId, list[ChunkId]] = {}
-        for patch, base in self.bases.items():
-            patches_of.setdefault(base, []).append(patch)
+        for patch, bases in self.bases.items():
+            for base in bases:
+                patches_of.setdefault(base, []).append(patch)
         found: dict[ChunkId, list[ChunkId]] = {}
         for chunk in set(chunks):
             left, seen = [chunk], set[ChunkId]()
@@ -211,12 +212,11 @@ class Contents:
         """Which of `ids`, and of the bases that they are made of, lie in no pack."""
         if not self.bases:
             return self.inventory.missing(ids)
-        needed = dict.fromkeys(map(ChunkId, items_of(ids)))
-        for chunk in list(needed):
-            base = self.bases.get(chunk)
-            while base is not None and base not in needed:
-                needed[base] = None
-                base = self.bases.get(base)
+        needed, left = dict[ChunkId, None](), list(map(ChunkId, reversed(items_of(ids))))
+        while left:
+            if (chunk := left.pop()) not in needed:
+                needed[chunk] = None
+                left += self.bases.get(chunk, ())
         return self.inventory.missing(b"".join(needed))
 
     def _hits(self, page: ChunkId, wanted: frozenset[ChunkId]) -> Iterator[tuple[int, ChunkId]]:
@@ -237,23 +237,25 @@ class Contents:
             return f"leaf {leaf} of {shown(name)}"
 
 
-def bases_of_patches(tables: Iterable[FooterTable]) -> Mapping[ChunkId, ChunkId]:
-    """The base of each chunk that is stored as a patch and nowhere whole: of the copy that the
+def bases_of_patches(tables: Iterable[FooterTable]) -> Mapping[ChunkId, tuple[ChunkId, ...]]:
+    """The bases of each chunk that is stored as a patch and nowhere whole: of the copy that the
     fewest patches make."""
-    found, whole = dict[ChunkId, tuple[int, ChunkId]](), list[npt.NDArray[np.void]]()
+    found, whole = dict[ChunkId, tuple[int, list[bytes]]](), list[npt.NDArray[np.void]]()
     for table in tables:
         is_patch = table["codec"] == PATCH
         if is_patch.any():
-            for name, base, depth in table[["chunk", "patch_of", "depth"]][is_patch].tolist():
+            rows = table[is_patch]
+            bases = bases_of(rows).tolist()
+            for i, (name, depth) in enumerate(rows[["chunk", "depth"]].tolist()):
                 nearest = found.get(ChunkId(name))
                 if nearest is None or depth < nearest[0]:
-                    found[ChunkId(name)] = depth, ChunkId(base)
+                    found[ChunkId(name)] = depth, bases[i]
         whole.append(table["chunk"][~is_patch])
     if found:
         for chunks in whole:
             for chunk in found.keys() & set(map(ChunkId, chunks.tolist())):
                 del found[chunk]
-    return {chunk: base for chunk, (_, base) in found.items()}
+    return {chunk: tuple(map(ChunkId, dict.fromkeys(bases))) for chunk, (_, bases) in found.items()}
 
 
 def taken(before: State, now: State) -> bool:

@@ -31,8 +31,9 @@ from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import CommitRow, Pack, State
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of, read_document
-from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable
+from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, FooterTable, bases_of
 from ckptstore.objects.pages import decode_page
+from ckptstore.objects.patches import BASES_MAX
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_reader import (
     StoredChunk,
@@ -85,7 +86,7 @@ class Holdings:
         self._depths: dict[int, npt.NDArray[np.uint8]] = {}
         """By pack with patches, how many patches it takes to make each of its chunks."""
         self.bases_of_patches: dict[int, Keys] = {}
-        """By pack with patches, the key of the base of each of its chunks that is one."""
+        """By pack with patches, the keys of the bases of each of its chunks that is one."""
 
     def put(self, pack: int, table: FooterTable) -> None:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
@@ -99,7 +100,8 @@ class Holdings:
             self._is_base[rows][table["base"][is_delta]] = True
         if table.dtype == PATCHED_DTYPE:
             self._depths[pack] = table["depth"].copy()
-            self.bases_of_patches[pack] = short_keys(table["patch_of"].tobytes())
+            keys = short_keys(bases_of(table).tobytes())
+            self.bases_of_patches[pack] = keys.reshape(len(table), BASES_MAX)
         self._put[pack] = True
 
     def sort(self) -> None:
@@ -168,8 +170,8 @@ class Holdings:
         needed, kept = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         for pack, bases in self.bases_of_patches.items():
             own, is_patch = self.of_pack(pack, assigned), self._depths[pack] > 0
-            needed.append(bases[own & is_patch])
-            kept.append(bases[is_patch] if own.any() else bases[:0])
+            needed.append(bases[own & is_patch].ravel())
+            kept.append(bases[is_patch & own.any()].ravel())
         return np.concatenate(needed), np.unique(np.concatenate(kept))
 
     def contested(self) -> dict[int, npt.NDArray[np.int64]]:
