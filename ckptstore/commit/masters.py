@@ -23,7 +23,8 @@ from ckptstore.state.leaf_sources import Source, memory_of
 LEAF_BYTES_MIN = 32 << 10
 """Smaller weights are stored whole: comparing them would cost as much as the write."""
 
-_SAMPLE_WORDS = 64
+_SAMPLE_WORDS = 16
+"""So many alike are no coincidence, and hardly ever is there an exception among them."""
 
 Pairs: TypeAlias = Mapping[int, PlanPart]
 """The masters by the leaves of their weights."""

@@ -1,5 +1,5 @@
 """Thinning: an old commit loses leaves and keeps the others, without a tensor being read or
-written.
+written, but for weights that are stored as the rounding of masters that go.
 
 A thinned commit is a commit of its own, with the same schemas, in whose pages some leaves are gone.
 One log entry puts it in the place of the original, which is forgotten by the same entry.
@@ -14,6 +14,7 @@ from functools import cache
 
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
+from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import ChunkId, CommitId, digest
 from ckptstore.core.model import CommitDocument, CommitInfo, Thinning, TreeRef
 from ckptstore.core.text import selector
@@ -21,11 +22,16 @@ from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.log.admission import check
 from ckptstore.log.entries import Forget, entry_of, new_bytes_of, new_packs
 from ckptstore.log.log import Refused
-from ckptstore.maintenance.mover import persist
+from ckptstore.maintenance.mover import fill, memory_for, persist
+from ckptstore.objects import codecs
 from ckptstore.objects.documents import content_id, encode_document
-from ckptstore.objects.pack import PAGE
+from ckptstore.objects.pack import PAGE, TENSOR
 from ckptstore.objects.pages import GONE, split_pages
+from ckptstore.repository.chunk_reader import cut
+from ckptstore.repository.dedup import items_of
+from ckptstore.repository.pack_writer import new_chunk
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import Scratch
 from ckptstore.restore.reader import Reader, Tree
 from ckptstore.storage.reserve import room
 
@@ -134,6 +140,7 @@ def _replace(
         refs.append((key, ref))
     ids += [original.layout] if original.layout else []
     reused = handle.objects.packs_of(b"".join(ids))
+    _write_alone(handle, transaction, b"".join(ids))
     write_metadata(new, transaction.look(), transaction.packs)
     transaction.packs.wait()
     records = [pack.record for pack in transaction.packs.closed]
@@ -153,6 +160,22 @@ def _replace(
     with room(handle.storage):
         transaction.index(new_packs(transaction.append(body, stored)))
     return thinned
+
+
+def _write_alone(handle: StoreHandle, transaction: Transaction, ids: bytes) -> None:
+    """Write those of the chunks `ids` whole that round others than these: as patches they would
+    keep them, which have twice as many bytes."""
+    stay, scratch = set(items_of(ids)), Scratch()
+    alone = [each for each in handle.objects.rounded(ids) if not stay.issuperset(each.bases)]
+    codec = codecs.SPLIT_ZSTD if transaction.packs.codec else codecs.RAW
+    with transaction.packs.writing() as writer:
+        for some in cut(alone, lambda chunk: chunk.raw_bytes, RUN_BYTES):
+            with memory_for(some, scratch) as rows:
+                fill(handle.objects, rows, "being thinned", verify_ids=True)
+                for chunk, raw in rows:
+                    new = [new_chunk(chunk.id, raw)]
+                    writer.add(new, chunk.width, TENSOR, codec=codec, run_bytes=len(raw))
+                writer.flush()
 
 
 def _matched(trees: Mapping[str, Tree], globs: Sequence[str]) -> dict[str, frozenset[int]]:

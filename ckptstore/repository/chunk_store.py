@@ -60,7 +60,15 @@ from ckptstore.repository.footers import (
 from ckptstore.repository.memory_budget import ReadRoom
 from ckptstore.repository.near_chunks import NearChunks
 from ckptstore.repository.patch_bases import PatchBases
-from ckptstore.repository.patch_chains import LOOKS, PatchChain, Rounded, Whole, follow, groups
+from ckptstore.repository.patch_chains import (
+    LOOKS,
+    PatchChain,
+    Rounded,
+    RoundedChunk,
+    Whole,
+    follow,
+    groups,
+)
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
@@ -375,6 +383,17 @@ class ObjectStore:
         where = self.located(ids)
         chains = follow(self, where[where["codec"] == codecs.PATCH], steps=1)
         return {chunk: chain.patches[0] for chunk, chain in chains.items() if chain.patches}
+
+    def rounded(self, ids: bytes) -> list[RoundedChunk]:
+        """Those of `ids` that are made of the rounding of others. Raises `NotFound`."""
+        where = self.located(ids)
+        chains = follow(self, where[where["codec"] == codecs.PATCH])
+        return [
+            RoundedChunk(chunk, first.raw_bytes, first.width, chain.end.bases)
+            for chunk, chain in chains.items()
+            for first in [chain.patches[0].entry]
+            if isinstance(chain.end, Rounded)
+        ]
 
     def is_near(self, chunk: ChunkId) -> bool:
         """Whether a chunk can be read without a request to slow storage, if it is not damaged."""

@@ -76,6 +76,15 @@ class Rounded(NamedTuple):
     function: int
 
 
+class RoundedChunk(NamedTuple):
+    """A chunk, and those whose rounding it is made of."""
+
+    id: ChunkId
+    raw_bytes: int
+    width: int
+    bases: tuple[ChunkId, ...]
+
+
 Step: TypeAlias = StoredPatch | Whole | Problem
 
 
