@@ -378,11 +378,12 @@ class ObjectStore:
         return found
 
     def patches_of(self, ids: bytes) -> dict[ChunkId, StoredPatch]:
-        """Those of `ids` that are stored as patches, but for any that cannot be read. Raises
-        `NotFound` for a chunk that no listed pack holds."""
+        """Those of `ids` that are stored as patches of one base each, but for any that cannot be
+        read. Raises `NotFound` for a chunk that no listed pack holds."""
         where = self.located(ids)
         chains = follow(self, where[where["codec"] == codecs.PATCH], steps=1)
-        return {chunk: chain.patches[0] for chunk, chain in chains.items() if chain.patches}
+        first = {chunk: chain.patches[0] for chunk, chain in chains.items() if chain.patches}
+        return {c: patch for c, patch in first.items() if patch.head.function == patches.SAME}
 
     def rounded(self, ids: bytes) -> list[RoundedChunk]:
         """Those of `ids` that are made of the rounding of others. Raises `NotFound`."""

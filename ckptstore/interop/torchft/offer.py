@@ -177,11 +177,11 @@ class Stored:
         objects, names = self._pin.objects, {each.id: name for name, each in self.found.items()}
         with suppress(NotFound, Unavailable):  # then chunks are served whole
             found = objects.patches_of(b"".join(names))
-            bases = objects.locate(b"".join(patch.head.base for patch in found.values()))
+            bases = objects.locate(b"".join(patch.head.bases[0] for patch in found.values()))
             known = bases[bases["found"] == 1]
             summed = dict(known[["chunk", "checksum"]].tolist())
             for chunk, patch in found.items():
-                if base := summed.get(patch.head.base):
+                if base := summed.get(patch.head.bases[0]):
                     name, nbytes = name_of(patch.stored), len(patch.stored)
                     yield ServedPatch(names[chunk], name_with(base), name, nbytes), patch.stored
 
