@@ -139,11 +139,15 @@ class Rounder:
         return NewPatch(chunk.id, chunk.checksum, len(chunk.raw), part.width, ids, stored)
 
 
-def batches_of(plan: CommitPlan, pairs: Pairs) -> Sequence[Sequence[ChunkRun]]:
+def rounder(known: KnownMasters, plan: CommitPlan, sources: Sequence[Source]) -> Rounder | None:
+    """What makes patches of weights that seem to be the rounding of masters; None if none do."""
+    pairs = find(known, plan, sources)
+    return Rounder(known, pairs) if pairs else None
+
+
+def batches_of(plan: CommitPlan, pairs: Pairs) -> tuple[tuple[ChunkRun, ...], ...]:
     """The batches of a plan, in which each run of weights follows the runs of its masters, so that
     one thread writes both."""
-    if not pairs:
-        return plan.batches
     leaves = {*pairs, *(masters.leaf for masters in pairs.values())}
     runs, rest = defaultdict[int, list[ChunkRun]](list), []
     for batch in plan.batches:
@@ -155,7 +159,7 @@ def batches_of(plan: CommitPlan, pairs: Pairs) -> Sequence[Sequence[ChunkRun]]:
     beside = (
         tuple(_beside(runs[weights], runs[masters.leaf])) for weights, masters in pairs.items()
     )
-    return [*grouped((unit for units in beside for unit in units), RUN_BYTES), *rest]
+    return (*grouped((unit for units in beside for unit in units), RUN_BYTES), *rest)
 
 
 def _beside(

@@ -135,7 +135,7 @@ class ChunkWriter:
         scratch: Scratch,
         measured: Measured | None,
         patcher: Patcher | None,
-        rounder: Rounder,
+        rounder: Rounder | None,
     ) -> None:
         self.new_chunks = 0
         self._measured, self._patcher, self._rounder = measured, patcher, rounder
@@ -178,7 +178,7 @@ class ChunkWriter:
 
     def _windows(self, changed: Sequence[ChunkRun]) -> Iterable[Sequence[ChunkRun]]:
         """The runs of a batch in windows, each of which is hashed and then written."""
-        if self._rounder.pairs:
+        if self._rounder:
             return windows(steps_of(changed, self._rounder.pairs))
         copied = not changed or any(map(self._copied, changed))
         return windows(pieces_of(changed)) if copied else (changed,)
@@ -227,8 +227,8 @@ class ChunkWriter:
             new = [c for c in found.chunks if not packs[c.id] and self._dedup.take(c.id)]
             if new and self._patcher is not None:
                 new = self._unpatched(self._patcher, found.run.part, new)
-            if self._rounder.pairs:
-                new = self._unrounded(found.run.part, new, whole)
+            if self._rounder:
+                new = self._unrounded(self._rounder, found.run.part, new, whole)
             if new:
                 yield self._fetched(found, new)
 
@@ -250,7 +250,11 @@ class ChunkWriter:
         return [chunk for chunk in new if chunk.id not in made]
 
     def _unrounded(
-        self, part: PlanPart, new: Sequence[_Hashed], whole: dict[LeafChunk, NewChunk]
+        self,
+        rounder: Rounder,
+        part: PlanPart,
+        new: Sequence[_Hashed],
+        whole: dict[LeafChunk, NewChunk],
     ) -> list[_Hashed]:
         """Make patches of those new chunks of a leaf that round new ones of a window, which are in
         `whole`. Returns the others, which are added there."""
@@ -259,7 +263,7 @@ class ChunkWriter:
             patch = None
             if chunk.raw is not None:
                 written = NewChunk(chunk.id, chunk.checksum, chunk.raw)
-                patch = self._rounder.make(part, chunk.cut, written, whole)
+                patch = rounder.make(part, chunk.cut, written, whole)
                 whole[part.leaf, chunk.cut.number] = written
             if patch is None or self._dedup.is_distrusted(chunk.id):
                 left.append(chunk)

@@ -26,12 +26,10 @@ def round_words(function: int, bits: npt.NDArray[Any], out: npt.NDArray[Any]) ->
     if not bits.flags.writeable or not np.array_equal(_rounded(function, probe), wanted):
         return False
     # Torch warns of memory that is read-only.
-    numbers, rounded = (
-        torch.frombuffer(bits, dtype=torch.float32),
-        torch.frombuffer(out, dtype=_DTYPES[function]),
-    )
-    for into, some in zip(rounded.split(PIECE), numbers.split(PIECE), strict=True):
-        into.copy_(some)
+    numbers = torch.frombuffer(bits, dtype=torch.float32)
+    rounded = torch.frombuffer(out, dtype=_DTYPES[function])
+    for at in range(0, len(bits), PIECE):
+        rounded[at : at + PIECE].copy_(numbers[at : at + PIECE])
     return True
 
 
