@@ -124,37 +124,23 @@ class HeldChunks:
 
 @dataclass(slots=True)
 class KnownMasters:
-    """Which leaves seem to be the rounding of which, and for which the last commit has `proven` it.
-    While it is not for all that could be, they are looked for, ever more seldom. Threads may share
-    it, and saves that overlap: what one forgets costs bytes alone."""
+    """Which leaves of weights are the rounding of which of masters, as far as is known: `pairs`, by
+    the weights. Unless all are, they are looked for again in `wait` commits. Threads may share it,
+    and saves that overlap: what one forgets costs bytes alone."""
 
     pairs: dict[int, int] = field(default_factory=dict)
-    proven: set[int] = field(default_factory=set)
     wait: int = 0
     waited: int = 1
 
-    def is_time_to_look(self, leaves: int) -> bool:
-        """Whether a commit, of which so many leaves could be the rounding of others, looks for
-        those."""
-        if len(self.proven) == leaves:
-            self.wait, self.waited = 0, 1
-            return False
+    def is_time_to_look(self) -> bool:
+        """Whether a commit, in which more weights could have masters, looks for these: ever more
+        seldom."""
         self.wait -= 1
         if self.wait > 0:
             return False
         self.waited = min(2 * self.waited, WAIT_MAX)
         self.wait = self.waited
         return True
-
-    def proven_pairs(self) -> dict[int, int]:
-        return {leaf: masters for leaf, masters in self.pairs.items() if leaf in self.proven}
-
-    def compared(self, leaf: int, *, rounded: bool) -> None:
-        """What comparing a chunk of a leaf with what it seems to round has shown."""
-        if rounded:
-            self.proven.add(leaf)
-        else:
-            self.pairs.pop(leaf, None)
 
 
 @dataclass(slots=True)

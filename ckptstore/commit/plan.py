@@ -109,13 +109,8 @@ class ChunkRun:
     def pieces(self) -> Iterator["ChunkRun"]:
         """The run in pieces of at most `WINDOW_BYTES`; a larger chunk is a piece alone."""
         for begin, cuts in _cut(self.cuts, WINDOW_BYTES):
-            yield self.piece(begin, begin + len(cuts) - 1)
-
-    def piece(self, begin: int, end: int) -> "ChunkRun":
-        """The chunks `begin:end` of the run, in the order of the run."""
-        cuts = self.cuts[begin : end + 1]
-        lead, rest = self.lead + cuts[0] - self.cuts[0], self.rest + self.cuts[-1] - cuts[-1]
-        return ChunkRun(self.part, self.first + begin, cuts, lead, rest)
+            lead, rest = self.lead + cuts[0] - self.cuts[0], self.cuts[-1] - cuts[-1]
+            yield ChunkRun(self.part, self.first + begin, cuts, lead, rest)
 
     def behind(self, count: int) -> "ChunkRun":
         """The run without its first `count` chunks."""
@@ -192,9 +187,7 @@ def _cut(cuts: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, tuple[in
     yield begin, cuts[begin:]
 
 
-def grouped(
-    units: Iterable[tuple[ChunkRun, ...]], most_bytes: int
-) -> Iterator[tuple[ChunkRun, ...]]:
+def grouped(units: Iterable[Sequence[ChunkRun]], most_bytes: int) -> Iterator[tuple[ChunkRun, ...]]:
     """The runs of consecutive units, in groups of at most `BATCH_RUNS` runs and `most_bytes`; a
     larger unit is a group alone."""
     group: list[ChunkRun] = []
@@ -210,19 +203,11 @@ def grouped(
         yield tuple(group)
 
 
-def windows(units: Iterable[tuple[ChunkRun, ...]]) -> Iterator[tuple[ChunkRun, ...]]:
-    """The runs of consecutive units, in windows of at most `WINDOW_BYTES`; a larger unit is a
-    window alone."""
-    return grouped(units, WINDOW_BYTES)
-
-
-def pieces_of(batch: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun]]:
-    """The pieces of a batch's runs, in order, each alone."""
-    for run in batch:
-        if run.raw_bytes > WINDOW_BYTES:
-            yield from ((piece,) for piece in run.pieces())
-        else:
-            yield (run,)
+def windows(batch: Sequence[ChunkRun]) -> Iterator[tuple[ChunkRun, ...]]:
+    """The pieces of a batch's runs, in order, in windows of at most `WINDOW_BYTES`; a larger chunk
+    is a window alone."""
+    pieces = (run.pieces() if run.raw_bytes > WINDOW_BYTES else (run,) for run in batch)
+    return grouped(((piece,) for some in pieces for piece in some), WINDOW_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,6 @@ from ckptstore.objects.codecs import codec_id
 from ckptstore.objects.documents import content_id, decode_document, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
-from ckptstore.objects.patches import ROUNDINGS
 from ckptstore.objects.schema import LastSchemas, join_schemas
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import ChunkTable, Dedup
@@ -361,18 +360,16 @@ class Transaction:
         hints, dedup = hints or DedupHints(), self.look()
         patcher, memory = None, self._to.patch_memory
         patching = self.patching and memory.is_used
-        rounder, work_units = None, plan.batches
-        if patching and any(part.dtype in ROUNDINGS for part in plan.parts):
-            rounder = masters.rounder(hints.masters, plan, sources)
-            work_units = masters.batches_of(plan, rounder.pairs) if rounder else plan.batches
-        batches, threads = shared(work_units), self._to.threads
+        pairs = masters.find(hints.masters, plan, sources) if patching else masters.NO_PAIRS
+        planned = masters.beside(plan, pairs) if pairs else plan.batches
+        batches, threads = shared(planned), self._to.threads
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
-        count = min(max_workers or threads.count, threads.count, len(work_units))
+        count = min(max_workers or threads.count, threads.count, len(planned))
         replaced = in_table(hints.last) if hints.last else before and before.near_chunk
         if replaced and patching:
             patcher = Patcher(self._to.objects, hints.held, memory, replaced)
-        store = dedup, self.packs, watch, threads.scratch, self.measured, patcher, rounder
-        work = batches, sources, made, hints.last, *store
+        store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
+        work = batches, sources, made, hints.last, *store, hints.masters, pairs
         writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
         if writers:
             threads.together([writer.work for writer in writers], batches.stop)

@@ -12,19 +12,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckptstore.commit.hints import LeafChunk
-from ckptstore.commit.masters import Rounder, steps_of
+from ckptstore.commit.hints import KnownMasters
+from ckptstore.commit.masters import Pairs, Rounder
 from ckptstore.commit.patching import Patcher
 from ckptstore.commit.pending import Watch
-from ckptstore.commit.plan import (
-    ChunkRun,
-    CommitPlan,
-    Cut,
-    PlanPart,
-    is_floating,
-    pieces_of,
-    windows,
-)
+from ckptstore.commit.plan import ChunkRun, CommitPlan, Cut, PlanPart, is_floating, windows
 from ckptstore.core.ids import CHECKSUM_BYTES, CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.core.statistics import is_measured, key_of
 from ckptstore.errors import Conflict
@@ -120,12 +112,12 @@ def write_metadata(
 class ChunkWriter:
     """One thread that writes a commit's batches to its own packs. Its chunks go to the table
     `made`; `last` is that of the last commit of the same plan, if there was one. What replaces
-    chunks of it may be stored as patches, by the `patcher`, and so may what the `rounder` knows to
-    round others."""
+    chunks of it may be stored as patches, by the `patcher`, and so may weights that round their
+    masters (`pairs`)."""
 
     def __init__(
         self,
-        batches: Iterable[Sequence[ChunkRun]],
+        batches: Iterable[tuple[ChunkRun, ...]],
         sources: Sequence[Source],
         made: ChunkTable,
         last: ChunkTable | None,
@@ -135,18 +127,19 @@ class ChunkWriter:
         scratch: Scratch,
         measured: Measured | None,
         patcher: Patcher | None,
-        rounder: Rounder | None,
+        known: KnownMasters,
+        pairs: Pairs,
     ) -> None:
         self.new_chunks = 0
-        self._measured, self._patcher, self._rounder = measured, patcher, rounder
+        self._measured, self._patcher = measured, patcher
         self._batches, self._sources, self._made, self._last = batches, sources, made, last
         self._dedup, self._packs, self._watch = dedup, packs, watch
         self._pack_writer: PackWriter
         self._scratch = scratch
+        self._rounder = Rounder(known, pairs, scratch) if pairs else None
         self._memory = NO_MEMORY
         """Private to this thread; each window overwrites it."""
         self._made_patches: list[NewPatch] = []
-        self._rounded: list[NewPatch] = []
         self._written = (-1, -1)
         """The leaf of the chunks queued last, and the number of the chunk behind them."""
 
@@ -156,7 +149,10 @@ class ChunkWriter:
             with self._packs.writing() as self._pack_writer:
                 for batch in self._batches:
                     changed = [rest for run in batch if (rest := self._changed(run))]
-                    for window in self._windows(changed):
+                    if self._rounder:
+                        self._rounder.begin(changed)
+                    copied = not changed or any(map(self._copied, changed))
+                    for window in windows(changed) if copied else (changed,):
                         for new in self._new(window):
                             self._pack_writer.add(
                                 new.chunks,
@@ -166,28 +162,16 @@ class ChunkWriter:
                                 run_bytes=new.run_bytes,
                                 whole=new.whole,
                             )
-                        self._add(self._made_patches)
+                        if self._made_patches:
+                            self._pack_writer.add_patches(self._made_patches)
+                            self._made_patches = []
                         self._pack_writer.flush()
-                    # Behind the runs, whose chunks lie one directly behind the other.
-                    self._add(self._rounded)
-                    self._pack_writer.flush()
                     self._watch.worked(batch)
         finally:
             self._scratch.give(self._memory)
             self._memory = NO_MEMORY
-
-    def _windows(self, changed: Sequence[ChunkRun]) -> Iterable[Sequence[ChunkRun]]:
-        """The runs of a batch in windows, each of which is hashed and then written."""
-        if self._rounder:
-            return windows(steps_of(changed, self._rounder.pairs))
-        copied = not changed or any(map(self._copied, changed))
-        return windows(pieces_of(changed)) if copied else (changed,)
-
-    def _add(self, patches: list[NewPatch]) -> None:
-        """Append patches to the pack, and forget them."""
-        if patches:
-            self._pack_writer.add_patches(patches)
-            patches.clear()
+            if self._rounder:
+                self._rounder.close()
 
     def _changed(self, run: ChunkRun) -> ChunkRun | None:
         """The rest of a run after its leading chunks that equal those of the last commit; None if
@@ -220,15 +204,14 @@ class ChunkWriter:
         """Hash a window and look its chunks up; the chunks to write, run by run."""
         hashed = self._hashed(window)
         packs = self._dedup.look_up(chunk.id for found in hashed for chunk in found.chunks)
-        whole = dict[LeafChunk, NewChunk]()
         for found in hashed:
             rows = [Known(chunk.id, chunk.checksum, packs[chunk.id]) for chunk in found.chunks]
             self._made.record(self._place(found.run), rows)
             new = [c for c in found.chunks if not packs[c.id] and self._dedup.take(c.id)]
             if new and self._patcher is not None:
                 new = self._unpatched(self._patcher, found.run.part, new)
-            if self._rounder:
-                new = self._unrounded(self._rounder, found.run.part, new, whole)
+            if self._rounder and self._rounder.has(found.run.part.leaf):
+                new = self._unrounded(self._rounder, found.run.part, new)
             if new:
                 yield self._fetched(found, new)
 
@@ -249,26 +232,19 @@ class ChunkWriter:
         self.new_chunks += len(made)
         return [chunk for chunk in new if chunk.id not in made]
 
-    def _unrounded(
-        self,
-        rounder: Rounder,
-        part: PlanPart,
-        new: Sequence[_Hashed],
-        whole: dict[LeafChunk, NewChunk],
-    ) -> list[_Hashed]:
-        """Make patches of those new chunks of a leaf that round new ones of a window, which are in
-        `whole`. Returns the others, which are added there."""
+    def _unrounded(self, rounder: Rounder, part: PlanPart, new: Sequence[_Hashed]) -> list[_Hashed]:
+        """Make patches of those new chunks of a leaf that are the rounding of masters; returns the
+        others."""
         left = list[_Hashed]()
         for chunk in new:
             patch = None
-            if chunk.raw is not None:
-                written = NewChunk(chunk.id, chunk.checksum, chunk.raw)
-                patch = rounder.make(part, chunk.cut, written, whole)
-                whole[part.leaf, chunk.cut.number] = written
-            if patch is None or self._dedup.is_distrusted(chunk.id):
+            if chunk.raw is not None and not self._dedup.is_distrusted(chunk.id):
+                whole = NewChunk(chunk.id, chunk.checksum, chunk.raw)
+                patch = rounder.make(part, chunk.cut, whole)
+            if patch is None:
                 left.append(chunk)
             else:
-                self._rounded.append(patch)
+                self._made_patches.append(patch)
                 self.new_chunks += 1
         return left
 

@@ -41,17 +41,14 @@ rounds the float32 words of all to the nearest number of 16 bits, halves to even
 ROUNDINGS = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 """The roundings, by the dtype that they make."""
 
-_ROUNDED_WIDTH = 2
 _NANS = {BFLOAT16: 0x7FC0, FLOAT16: 0x7E00}
 """What a rounding makes of any NaN, apart from its sign."""
-
-_INFINITIES = {BFLOAT16: 0x7F80, FLOAT16: 0x7C00}
 
 fast_rounding: Callable[[int, npt.NDArray[Any], npt.NDArray[Any]], bool] | None = None
 """Rounds words faster than numpy does, and to the same bits, except for NaN; False if it did not.
 Set where torch is at hand."""
 
-_FAST_WORDS_MIN = 1 << 15
+_FAST_WORDS_MIN = 1 << 12
 """Fewer words are rounded by numpy at once."""
 
 _ROUNDED_WORDS = 1 << 16
@@ -70,6 +67,8 @@ _GAP_TYPES: dict[int, np.dtype[Any]] = {
 
 Changed: TypeAlias = npt.NDArray[np.intp]
 """The numbers of words, in order."""
+
+NOTHING: Changed = np.empty(0, np.intp)
 
 
 class ChainLength(NamedTuple):
@@ -102,10 +101,7 @@ def changed(raw: memoryview, base: memoryview, width: int) -> Changed | None:
     for a patch, or if the chunks are not equally long."""
     if len(raw) != len(base):
         return None
-    words, olds = codecs.words_of(raw, width), codecs.words_of(base, width)
-    if np.array_equal(words, olds):
-        return np.empty(0, np.intp)
-    differ = words != olds
+    differ = codecs.words_of(raw, width) != codecs.words_of(base, width)
     few = np.count_nonzero(differ) * CHANGED_PART <= len(differ)
     return np.flatnonzero(differ) if few else None
 
@@ -192,32 +188,11 @@ def round_into(function: int, masters: Sequence[memoryview], out: memoryview) ->
         bits = np.frombuffer(master, "<u4")
         some = words[start : (start := start + len(bits))]
         is_fast = fast is not None and len(bits) >= _FAST_WORDS_MIN and fast(function, bits, some)
-        if not is_fast or _has_nan(function, some):
+        # Libraries make different bits of NaN, which a maximum shows.
+        if not is_fast or np.isnan(bits.view("<f4").max()):
             for at in range(0, len(bits), _ROUNDED_WORDS):
                 part = slice(at, at + _ROUNDED_WORDS)
                 round_exactly(function, bits[part], some[part])
-
-
-def _has_nan(function: int, words: npt.NDArray[np.uint16]) -> bool:
-    """Whether some words are NaN, of which libraries make different bits."""
-    infinity = _INFINITIES[function]
-    return int(words.view("<i2").max()) > infinity or int(words.max()) > 0x8000 | infinity
-
-
-def encode_rounded(
-    raw: memoryview,
-    masters: Sequence[tuple[ChunkId, memoryview]],
-    function: int,
-    scratch: memoryview,
-) -> bytes | None:
-    """The patch that makes `raw` of the rounding of masters, with their ids; None if it is not
-    their rounding. `scratch` has as many bytes as `raw`."""
-    round_into(function, [master for _, master in masters], scratch)
-    at = changed(raw, scratch, _ROUNDED_WIDTH)
-    if at is None:
-        return None
-    named = [chunk for chunk, _ in masters]
-    return encode(raw, scratch, _ROUNDED_WIDTH, at, named, WHOLE, function)
 
 
 def round_exactly(function: int, bits: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:

@@ -1,6 +1,7 @@
 """16-bit weights beside float32 masters are stored as their rounding, bit for bit, and whatever
 moves, collects or damages chunks knows that they need two."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,19 @@ import ckptstore
 from ckptstore.core.ids import CHECKSUM_BYTES, ChunkId, checksum
 from ckptstore.objects import patches
 from ckptstore.state import rounding
+from tests.support.patching import small_chunks_too
 
 STORAGE = ckptstore.Storage(chunk_bytes=64 << 10)
 SHAPES = ((300, 200), (40_001,), (17_000,), (3, 70, 129))
 """Of masters in several chunks, in two and in one, the last of which may be short."""
 
 DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def of_small_weights() -> Iterator[None]:
+    with small_chunks_too():
+        yield
 
 
 def any_bits(count: int, random: np.random.Generator) -> torch.Tensor:
@@ -156,13 +164,10 @@ def forged(stored: bytes, offset: int, new: bytes) -> bytes:
 
 
 def test_a_forged_rounding_is_refused_with_bounded_work() -> None:
-    numbers = torch.randn(4096)
-    raw = memoryview(numbers.to(torch.bfloat16).view(torch.uint8).numpy())
-    half = memoryview(numbers.view(torch.uint8).numpy())
+    raw = memoryview(torch.randn(4096).to(torch.bfloat16).view(torch.uint8).numpy())
     names = [ChunkId(bytes([n]) * 32) for n in (1, 2)]
-    masters = [(names[0], half[:8192]), (names[1], half[8192:])]
-    scratch = memoryview(bytearray(len(raw)))
-    stored = patches.encode_rounded(raw, masters, patches.BFLOAT16, scratch)
+    scratch, way = memoryview(bytearray(len(raw))), (patches.WHOLE, patches.BFLOAT16)
+    stored = patches.encode(raw, raw, 2, patches.NOTHING, names, *way)
     assert stored is not None and patches.head_of(stored).bases == tuple(names)
     for at, new in ((96, b"\3"), (96, b"\0")):
         with pytest.raises(ckptstore.Corrupt):

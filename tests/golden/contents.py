@@ -14,6 +14,7 @@ import torch
 
 import ckptstore
 from ckptstore.maintenance.compact.plan import CompactPolicy
+from tests.support.patching import small_chunks_too
 
 TAGS = {"best": 2, "prod": 1}
 METRICS = {1: {"loss": 1.5}, 2: {"loss": 0.1 + 0.2, "acc": 1.0}, 3: {}}
@@ -126,7 +127,7 @@ def rounded_state(step: int) -> dict[str, Any]:
 def write_rounded(place: Path) -> None:
     """A commit of weights that round its masters, and one of weights alone."""
     storage = ckptstore.Storage(chunk_bytes=64 << 10)
-    with ckptstore.open(place / "rounded", storage=storage) as store:
+    with small_chunks_too(), ckptstore.open(place / "rounded", storage=storage) as store:
         for step in ROUNDED_STEPS:
             store.commit(rounded_state(step), step=step)
 

@@ -28,6 +28,7 @@ GLOBS = (
     "model/p0",
     "model/*",
     "ema/*",
+    "masters/*",
     "**/p*",
 )
 

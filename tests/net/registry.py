@@ -308,9 +308,10 @@ RANKED = (
 
 def contents(random: Random, blocks: Sequence[torch.Tensor], number: int) -> dict[str, Any]:
     """Tensors of blocks that other commits have too, in other places, and now and then of one that
-    nobody else has."""
+    nobody else has; and the rounding of two."""
     x, y = (torch.cat(random.choices(blocks, k=count)) for count in (4, 2))
     state: dict[str, Any] = {"x": x, "tie": x, "y": y, "n": number}
+    state |= {"hx": x.to(torch.bfloat16), "hy": y.to(torch.float16)}
     if random.random() < 0.8:
         state["own"] = torch.full((BLOCK + 5,), random.random())
     return state

@@ -31,7 +31,8 @@ Tensors = dict[str, torch.Tensor]
 
 class Training:
     """A module whose parameters are known by name in whatever order, an optimizer of two groups,
-    an average that shares some of the weights, views of one base, and plain values."""
+    an average that shares some of the weights, masters of those of 16 bits, views of one base, and
+    plain values."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -70,6 +71,11 @@ class Training:
         if moving:
             groups = [{"params": first, "lr": 0.5}, {"params": second, "lr": 0.25}]
             state["optimizer"] = torch.optim.AdamW([group for group in groups if group["params"]])
+        state["masters"] = {
+            name: torch.zeros(shape)
+            for name, (shape, dtype, _) in self.parameters.items()
+            if dtype == torch.bfloat16
+        }
         base = torch.zeros(64, 32)
         state["ema"] = {name: getattr(module, name).detach() for name in self.shared}
         state["views"] = {"base": base, "rows": base[8:16], "turned": base.t()}
@@ -136,6 +142,12 @@ class Training:
             frozen = name.split("/")[1] in {n for n, spec in self.parameters.items() if spec[2]}
             if self.random.random() < (0.1 if frozen else 0.6) and tensor.is_contiguous():
                 self.fill(tensor)
+        for name, masters in self.state["masters"].items():
+            if self.random.random() < 0.7:
+                weights = getattr(self.state["model"], name).detach()
+                weights.copy_(masters)
+                if weights.numel() > 64 and self.random.random() < 0.3:
+                    self.touch(weights)  # some are not what the masters round to
         number = self.random.randint(0, 1 << 40)
         self.state["plain"] = {
             "text": f"{number}",
@@ -205,7 +217,7 @@ def tensors_of(state: dict[str, Any]) -> Tensors:
             for name, weight in module.named_parameters():
                 for moment, tensor in moments.get(weight, {}).items():
                     found[f"optimizer/{name}/{moment}"] = tensor
-    for key in ("ema", "views"):
+    for key in ("ema", "masters", "views"):
         found |= {f"{key}/{name}": tensor for name, tensor in state.get(key, {}).items()}
     return found
 

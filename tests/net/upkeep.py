@@ -21,7 +21,7 @@ from tests.cli.running import call
 from tests.net import places
 from tests.net.training import same
 
-GLOBS = ("optimizer/**", "ema/*", "model/p*", "views/*", "model/tie")
+GLOBS = ("optimizer/**", "masters/*", "ema/*", "model/p*", "views/*", "model/tie")
 
 
 def alarms(report: Report) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Stores of small tensors that are full of patches."""
+"""Stores of small tensors that are full of patches, and of weights that round their masters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ckptstore.commit import patching
+from ckptstore.commit import masters, patching
 
 
 @contextmanager
 def small_chunks_too() -> Iterator[None]:
-    """Within, the smallest chunks may become patches."""
+    """Within, the smallest chunks may become patches, of the rounding of masters, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patching, "LEAF_BYTES_MIN", 0)
+        patch.setattr(masters, "LEAF_BYTES_MIN", 1 << 10)
         patch.setattr(patching, "CHUNK_BYTES_MIN", 64)
         yield
 
