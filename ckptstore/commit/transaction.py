@@ -54,6 +54,7 @@ from ckptstore.objects.codecs import codec_id
 from ckptstore.objects.documents import content_id, decode_document, encode_document
 from ckptstore.objects.pack import LAYOUT, PAGE, SCHEMA
 from ckptstore.objects.pages import split_pages
+from ckptstore.objects.patches import ROUNDINGS
 from ckptstore.objects.schema import LastSchemas, join_schemas
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import ChunkTable, Dedup
@@ -360,7 +361,9 @@ class Transaction:
         hints, dedup = hints or DedupHints(), self.look()
         patcher, memory = None, self._to.patch_memory
         patching = self.patching and memory.is_used
-        pairs = masters.find(hints.masters, plan, sources) if patching else masters.NO_PAIRS
+        pairs = masters.NO_PAIRS
+        if patching and any(part.dtype in ROUNDINGS for part in plan.parts):
+            pairs = masters.find(hints.masters, plan, sources)
         planned = masters.beside(plan, pairs) if pairs else plan.batches
         batches, threads = shared(planned), self._to.threads
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
