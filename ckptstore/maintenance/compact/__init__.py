@@ -51,6 +51,7 @@ from ckptstore.maintenance.gc import GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.mark import Keys, short_keys
 from ckptstore.maintenance.mover import list_packs
 from ckptstore.objects.codecs import PATCH
+from ckptstore.objects.pack import bases_of
 from ckptstore.repository import footers
 from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.store_handle import StoreHandle
@@ -296,7 +297,7 @@ class _Compaction:
         for number, pack in self._handle.objects.listed(set(patched["pack"].tolist())).items():
             table = footers.read_table(self._handle.storage, pack)
             own = np.isin(table["offset"], patched["offset"][patched["pack"] == number])
-            found.append(table["patch_of"][own].tobytes())
+            found.append(bases_of(table[own]).tobytes())
         return b"".join(found)
 
     def estimate(self) -> CompactReport:
