@@ -96,11 +96,10 @@ def undo(difference: bytes, base: bytes, width: int, shift: int) -> bytes:
 
 
 def rounded(masters: bytes, function: int) -> bytes:
-    """The float32 numbers of masters, each rounded to 16 bits (§4)."""
+    """The float32 numbers of masters, each rounded to 16 bits (§4); as they are for function 0."""
     raw, nan = bytearray(), 0x7FC0 if function == 1 else 0x7E00
-    for (bits,), (number,) in zip(
-        *(struct.iter_unpack(f, masters) for f in ("<I", "<f")), strict=True
-    ):
+    for at in range(0, len(masters) if function else 0, 4):
+        (bits,), (number,) = (struct.unpack_from(f, masters, at) for f in ("<I", "<f"))
         if number != number:
             raw += struct.pack("<H", bits >> 16 & 0x8000 | nan)
         elif function == 1:
@@ -108,7 +107,7 @@ def rounded(masters: bytes, function: int) -> bytes:
         else:
             infinite = abs(number) >= 65520  # halfway between the largest float16 and the next
             raw += struct.pack("<e", number * float("inf") if infinite else number)
-    return bytes(raw)
+    return bytes(raw) if function else masters
 
 
 def patched(stored: bytes, base: bytes, width: int) -> bytes:
@@ -214,9 +213,9 @@ class Store:
                 if codec == 4:
                     expect(0 < stored[60] <= most, "a chain of patches is too long")
                     others = [stored[64:96]] if any(stored[64:96]) else []
-                    bases = [self.chunk(each, stored[60] - 1) for each in (stored[16:48], *others)]
-                    before = rounded(b"".join(bases), stored[96]) if stored[96] else bases[0]
-                    raw = patched(stored, before, width)
+                    depth = 0 if stored[96] else stored[60] - 1
+                    before = b"".join(self.chunk(b, depth) for b in (stored[16:48], *others))
+                    raw = patched(stored, rounded(before, stored[96]), width)
                 else:
                     raw = decode(codec, stored, width, size)
                 if base:

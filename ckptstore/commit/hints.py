@@ -16,8 +16,7 @@ from ckptstore.repository.dedup import ChunkTable
 from ckptstore.repository.memory_budget import PatchMemory
 
 WAIT_MAX = 128
-"""A leaf that changes in most words, or that rounds no other, is looked at again after so many
-commits at most."""
+"""A leaf that changes in most words is looked at again after so many commits at most."""
 
 LeafChunk: TypeAlias = tuple[int, int]
 """A leaf of a plan, and the number of a chunk in it."""
@@ -123,31 +122,9 @@ class HeldChunks:
 
 
 @dataclass(slots=True)
-class KnownMasters:
-    """Which leaves of weights are the rounding of which of masters, as far as is known: `pairs`, by
-    the weights. Unless all are, they are looked for again in `wait` commits. Threads may share it,
-    and saves that overlap: what one forgets costs bytes alone."""
-
-    pairs: dict[int, int] = field(default_factory=dict)
-    wait: int = 0
-    waited: int = 1
-
-    def is_time_to_look(self) -> bool:
-        """Whether a commit, in which more weights could have masters, looks for these: ever more
-        seldom."""
-        self.wait -= 1
-        if self.wait > 0:
-            return False
-        self.waited = min(2 * self.waited, WAIT_MAX)
-        self.wait = self.waited
-        return True
-
-
-@dataclass(slots=True)
 class DedupHints:
-    """What the last commit of a plan leaves for the next: its chunk table, which saves work, chunks
-    as bases of patches, and where masters are."""
+    """What the last commit of a plan leaves for the next: its chunk table, which saves work, and
+    chunks as bases of patches."""
 
     last: ChunkTable | None = None
     held: HeldChunks = field(default_factory=HeldChunks)
-    masters: KnownMasters = field(default_factory=KnownMasters)

@@ -1,9 +1,9 @@
 """Which 16-bit weights of a plan are the rounding of float32 masters, and how are they stored as
 that?
 
-They are found by their shapes and by the bits of a sample, whatever they are called. A training
-without masters pays for the samples alone, ever more seldom. One thread writes both: it rounds each
-chunk of masters that it has just hashed, and compares the weights with that, word by word.
+They are found by their shapes and by the bits of a sample, whatever they are called. One thread
+writes both: it rounds each chunk of masters that it writes whole, and compares the weights with
+that, word by word.
 """
 
 from collections import defaultdict
@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from ckptstore.commit.hints import KnownMasters, LeafChunk
+from ckptstore.commit.hints import LeafChunk
 from ckptstore.commit.plan import ChunkRun, CommitPlan, Cut, PlanPart, grouped
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import ChunkId, checksum
 from ckptstore.core.model import Box
 from ckptstore.objects import patches
 from ckptstore.objects.patches import BASES_MAX, ROUNDINGS, round_into
-from ckptstore.repository.pack_writer import NewChunk, NewPatch
+from ckptstore.repository.pack_writer import NewPatch
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch
 from ckptstore.state.leaf_sources import Source
 
@@ -28,16 +28,8 @@ LEAF_BYTES_MIN = 512 << 10
 _SAMPLE_WORDS = 16
 """So many alike are no coincidence, and hardly ever is there an exception among them."""
 
-
-class Pair(NamedTuple):
-    """Masters, and the function of `objects.patches` that rounds them to weights."""
-
-    masters: PlanPart
-    function: int
-
-
-Pairs: TypeAlias = Mapping[int, Pair]
-"""By the leaves of weights."""
+Pairs: TypeAlias = Mapping[int, PlanPart]
+"""Masters, by the leaves of weights. No two weights have the same."""
 
 NO_PAIRS: Pairs = MappingProxyType({})
 
@@ -45,48 +37,32 @@ _Place: TypeAlias = tuple[Box, int, int]
 """The box of a part, and which of its elements the part has."""
 
 
-def find(known: KnownMasters, plan: CommitPlan, sources: Sequence[Source]) -> Pairs:
-    """The masters of those weights that seem to be their rounding. `known` is what the last commit
-    of the same plan has left, and is what this one leaves."""
-    weights = [part for part in plan.parts if part.dtype in ROUNDINGS]
-    left = [
-        part
-        for part in weights
-        if part.leaf not in known.pairs and part.raw_bytes >= LEAF_BYTES_MIN
-    ]
-    if left and known.is_time_to_look():
-        taken = set(known.pairs.values())
-        known.pairs |= _matched(left, [p for p in plan.parts if p.leaf not in taken], sources)
-    if not known.pairs:
+def find(plan: CommitPlan, sources: Sequence[Source]) -> Pairs:
+    """The masters of those weights that seem to be their rounding."""
+    weights = [p for p in plan.parts if p.dtype in ROUNDINGS and p.raw_bytes >= LEAF_BYTES_MIN]
+    sizes = {2 * part.raw_bytes for part in weights}
+    masters = [p for p in plan.parts if p.dtype == "float32" and p.raw_bytes in sizes]
+    samples = [(part, sample) for part in masters if (sample := _sample(part, sources))]
+    if not samples:
         return NO_PAIRS
-    parts = {part.leaf: part for part in plan.parts}
-    return {
-        leaf: Pair(parts[masters], ROUNDINGS[parts[leaf].dtype])
-        for leaf, masters in known.pairs.copy().items()
-    }
-
-
-def _matched(
-    weights: Sequence[PlanPart], candidates: Sequence[PlanPart], sources: Sequence[Source]
-) -> dict[int, int]:
-    """Leaves of masters whose sample rounds to that of weights of the same shape, by theirs."""
-    dtypes = defaultdict[_Place, set[str]](set)
+    joined = memoryview(b"".join(sample for _, sample in samples))
+    rounded = {dtype: bytearray(len(joined) // 2) for dtype in {part.dtype for part in weights}}
+    for dtype, out in rounded.items():
+        round_into(ROUNDINGS[dtype], [joined], memoryview(out))
+    alike = defaultdict[tuple[str, _Place, bytes], list[PlanPart]](list)
+    for n, (part, _) in enumerate(samples):
+        at = slice(n * 2 * _SAMPLE_WORDS, (n + 1) * 2 * _SAMPLE_WORDS)
+        for dtype, out in rounded.items():
+            alike[dtype, _place_of(part), bytes(out[at])].append(part)
+    pairs, taken = dict[int, PlanPart](), set[int]()
     for part in weights:
-        dtypes[_place_of(part)].add(part.dtype)
-    masters = defaultdict[tuple[_Place, str, bytes], list[PlanPart]](list)
-    for part in candidates:
-        wanted = dtypes.get(_place_of(part)) if part.dtype == "float32" else None
-        if wanted and (sample := _sample(part, sources)):
-            for dtype in wanted:
-                rounded = bytearray(2 * _SAMPLE_WORDS)
-                round_into(ROUNDINGS[dtype], [sample], memoryview(rounded))
-                masters[_place_of(part), dtype, bytes(rounded)].append(part)
-    found: dict[int, int] = {}
-    for part in weights if masters else ():
-        sample = _sample(part, sources) or memoryview(b"")
-        if alike := masters.get((_place_of(part), part.dtype, bytes(sample))):
-            found[part.leaf] = alike.pop(0).leaf
-    return found
+        sample = _sample(part, sources)
+        for other in alike[part.dtype, _place_of(part), bytes(sample)] if sample else ():
+            if other.leaf not in taken:
+                pairs[part.leaf] = other
+                taken.add(other.leaf)
+                break
+    return pairs
 
 
 def _place_of(part: PlanPart) -> _Place:
@@ -104,7 +80,7 @@ def _sample(part: PlanPart, sources: Sequence[Source]) -> memoryview | None:
 def beside(plan: CommitPlan, pairs: Pairs) -> tuple[tuple[ChunkRun, ...], ...]:
     """The batches of a plan, in which each run of weights follows those of its masters."""
     runs = defaultdict[int, list[ChunkRun]](list)
-    leaves = {*pairs, *(pair.masters.leaf for pair in pairs.values())}
+    leaves = {*pairs, *(masters.leaf for masters in pairs.values())}
     rest = list[tuple[ChunkRun, ...]]()
     for batch in plan.batches:
         for run in batch:
@@ -114,8 +90,8 @@ def beside(plan: CommitPlan, pairs: Pairs) -> tuple[tuple[ChunkRun, ...], ...]:
             rest.append(others)
     units = (
         unit
-        for weights, pair in pairs.items()
-        for unit in _units(runs[weights], runs[pair.masters.leaf])
+        for weights, masters in pairs.items()
+        for unit in _units(runs[weights], runs[masters.leaf])
     )
     return (*grouped(units, RUN_BYTES), *rest)
 
@@ -131,16 +107,24 @@ def _units(weights: Sequence[ChunkRun], masters: Sequence[ChunkRun]) -> Iterator
     yield list(masters[at:])
 
 
+class _Rounded(NamedTuple):
+    """A chunk of masters, the function that rounded it, and where in memory the result lies."""
+
+    id: ChunkId
+    function: int
+    at: slice
+
+
 class Rounder:
     """Makes patches of the weights that one thread writes. It remembers what the masters of the
     batch round to, of those chunks that are written whole."""
 
-    def __init__(self, known: KnownMasters, pairs: Pairs, scratch: Scratch) -> None:
-        self._known, self._pairs, self._scratch = known, pairs, scratch
-        self._functions = {pair.masters.leaf: pair.function for pair in pairs.values()}
+    def __init__(self, plan: CommitPlan, pairs: Pairs, scratch: Scratch) -> None:
+        self._pairs, self._scratch = pairs, scratch
+        weights = (part for part in plan.parts if part.leaf in pairs)
+        self._functions = {pairs[part.leaf].leaf: ROUNDINGS[part.dtype] for part in weights}
         self._memory, self._used = NO_MEMORY, 0
-        self._rounded: dict[LeafChunk, tuple[ChunkId, slice]] = {}
-        """By chunk of masters, its id, and where its rounding lies in memory."""
+        self._rounded: dict[LeafChunk, _Rounded] = {}
 
     def begin(self, batch: Sequence[ChunkRun]) -> None:
         """Forget the batch before."""
@@ -155,20 +139,21 @@ class Rounder:
         self._scratch.give(self._memory)
         self._memory = NO_MEMORY
 
-    def has(self, leaf: int) -> bool:
-        """Whether a leaf is masters, or weights that no chunk has shown to round others."""
-        return leaf in self._functions or (leaf in self._pairs and leaf in self._known.pairs)
-
-    def make(self, part: PlanPart, cut: Cut, chunk: NewChunk) -> NewPatch | None:
-        """The patch that makes a chunk of weights; None if it is to be stored whole, as masters
-        are."""
+    def round(self, part: PlanPart, number: int, new: ChunkId, raw: memoryview) -> None:
+        """Round a chunk that is written whole, if it is one of masters."""
         if function := self._functions.get(part.leaf):
-            start, stop = self._used, self._used + len(chunk.raw) // 2
-            round_into(function, [chunk.raw], self._memory[start:stop])
-            self._rounded[part.leaf, cut.number] = chunk.id, slice(start, stop)
-            self._used = stop
+            at = slice(self._used, self._used + len(raw) // 2)
+            round_into(function, [raw], self._memory[at])
+            self._rounded[part.leaf, number] = _Rounded(new, function, at)
+            self._used = at.stop
+
+    def make(
+        self, part: PlanPart, cut: Cut, new: ChunkId, summed: bytes, raw: memoryview
+    ) -> NewPatch | None:
+        """The patch that makes the chunk `new` of masters; None if it is none of weights, or not
+        the rounding of whole chunks of this batch."""
+        if (masters := self._pairs.get(part.leaf)) is None:
             return None
-        masters, function = self._pairs[part.leaf]
         first, end = masters.grid.covering(2 * cut.start, 2 * cut.stop)
         found = [self._rounded.get((masters.leaf, number)) for number in range(first, end)]
         bases = [each for each in found if each]
@@ -176,14 +161,11 @@ class Rounder:
             return None
         if masters.grid.span(first)[0] != 2 * cut.start:
             return None  # they are cut elsewhere
-        rounded = self._memory[bases[0][1].start : bases[-1][1].stop]
-        same = checksum(rounded) == chunk.checksum
-        at = patches.NOTHING if same else patches.changed(chunk.raw, rounded, part.width)
+        rounded = self._memory[bases[0].at.start : bases[-1].at.stop]
+        same = checksum(rounded) == summed
+        at = patches.NOTHING if same else patches.changed(raw, rounded, part.width)
         if at is None:
-            self._known.pairs.pop(part.leaf, None)
             return None
-        ids = tuple(name for name, _ in bases)
-        stored = patches.encode(chunk.raw, rounded, part.width, at, ids, patches.WHOLE, function)
-        if stored is None:
-            return None
-        return NewPatch(chunk.id, chunk.checksum, len(chunk.raw), part.width, ids, stored)
+        ids, function = tuple(base.id for base in bases), bases[0].function
+        stored = patches.encode(raw, rounded, part.width, at, ids, patches.WHOLE, function)
+        return NewPatch(new, summed, len(raw), part.width, ids, stored) if stored else None

@@ -275,7 +275,7 @@ def _carried(hints: DedupHints, before: CommitPlan, now: CommitPlan) -> DedupHin
         if old := parts.get(part.leaf):
             count = len(part) if part.grid == old.grid else _alike(part.grid, old.grid)
             table.carry(part.leaf, range(part.first, part.first + count), hints.last)
-    return DedupHints(table, hints.held, hints.masters)
+    return DedupHints(table, hints.held)
 
 
 def _alike(grid: Grid, other: Grid) -> int:

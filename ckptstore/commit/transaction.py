@@ -363,7 +363,7 @@ class Transaction:
         patching = self.patching and memory.is_used
         pairs = masters.NO_PAIRS
         if patching and any(part.dtype in ROUNDINGS for part in plan.parts):
-            pairs = masters.find(hints.masters, plan, sources)
+            pairs = masters.find(plan, sources)
         planned = masters.beside(plan, pairs) if pairs else plan.batches
         batches, threads = shared(planned), self._to.threads
         small = sum(part.raw_bytes for part in plan.parts) <= PARALLEL_BYTES
@@ -371,9 +371,14 @@ class Transaction:
         replaced = in_table(hints.last) if hints.last else before and before.near_chunk
         if replaced and patching:
             patcher = Patcher(self._to.objects, hints.held, memory, replaced)
-        store = dedup, self.packs, watch, threads.scratch, self.measured, patcher
-        work = batches, sources, made, hints.last, *store, hints.masters, pairs
-        writers = [ChunkWriter(*work) for _ in range(min(count, 1) if small else count)]
+        scratch = threads.scratch
+        store = dedup, self.packs, watch, scratch, self.measured, patcher
+        work = batches, sources, made, hints.last, *store
+
+        def rounder() -> masters.Rounder | None:
+            return masters.Rounder(plan, pairs, scratch) if pairs else None
+
+        writers = [ChunkWriter(*work, rounder()) for _ in range(min(count, 1) if small else count)]
         if writers:
             threads.together([writer.work for writer in writers], batches.stop)
         self._chunks += sum(map(len, plan.parts))

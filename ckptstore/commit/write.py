@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckptstore.commit.hints import KnownMasters
-from ckptstore.commit.masters import Pairs, Rounder
+from ckptstore.commit.masters import Rounder
 from ckptstore.commit.patching import Patcher
 from ckptstore.commit.pending import Watch
 from ckptstore.commit.plan import ChunkRun, CommitPlan, Cut, PlanPart, is_floating, windows
@@ -113,7 +112,7 @@ class ChunkWriter:
     """One thread that writes a commit's batches to its own packs. Its chunks go to the table
     `made`; `last` is that of the last commit of the same plan, if there was one. What replaces
     chunks of it may be stored as patches, by the `patcher`, and so may weights that round their
-    masters (`pairs`)."""
+    masters, by the `rounder`."""
 
     def __init__(
         self,
@@ -127,16 +126,14 @@ class ChunkWriter:
         scratch: Scratch,
         measured: Measured | None,
         patcher: Patcher | None,
-        known: KnownMasters,
-        pairs: Pairs,
+        rounder: Rounder | None,
     ) -> None:
         self.new_chunks = 0
-        self._measured, self._patcher = measured, patcher
+        self._measured, self._patcher, self._rounder = measured, patcher, rounder
         self._batches, self._sources, self._made, self._last = batches, sources, made, last
         self._dedup, self._packs, self._watch = dedup, packs, watch
         self._pack_writer: PackWriter
         self._scratch = scratch
-        self._rounder = Rounder(known, pairs, scratch) if pairs else None
         self._memory = NO_MEMORY
         """Private to this thread; each window overwrites it."""
         self._made_patches: list[NewPatch] = []
@@ -208,10 +205,13 @@ class ChunkWriter:
             rows = [Known(chunk.id, chunk.checksum, packs[chunk.id]) for chunk in found.chunks]
             self._made.record(self._place(found.run), rows)
             new = [c for c in found.chunks if not packs[c.id] and self._dedup.take(c.id)]
+            if new and self._rounder is not None:
+                new = self._unrounded(self._rounder, found.run.part, new)
             if new and self._patcher is not None:
                 new = self._unpatched(self._patcher, found.run.part, new)
-            if self._rounder and self._rounder.has(found.run.part.leaf):
-                new = self._unrounded(self._rounder, found.run.part, new)
+            for chunk in new if self._rounder is not None else ():
+                if chunk.raw is not None:
+                    self._rounder.round(found.run.part, chunk.cut.number, chunk.id, chunk.raw)
             if new:
                 yield self._fetched(found, new)
 
@@ -239,8 +239,7 @@ class ChunkWriter:
         for chunk in new:
             patch = None
             if chunk.raw is not None and not self._dedup.is_distrusted(chunk.id):
-                whole = NewChunk(chunk.id, chunk.checksum, chunk.raw)
-                patch = rounder.make(part, chunk.cut, whole)
+                patch = rounder.make(part, chunk.cut, chunk.id, chunk.checksum, chunk.raw)
             if patch is None:
                 left.append(chunk)
             else:

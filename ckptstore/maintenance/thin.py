@@ -35,6 +35,9 @@ from ckptstore.repository.thread_pool import Scratch
 from ckptstore.restore.reader import Reader, Tree
 from ckptstore.storage.reserve import room
 
+_LOOKED_AT = 256
+"""Chunks whose patches are in memory at a time."""
+
 
 class Leaves:
     """Which commits have leaves that match a glob. Schemas come from the catalog; only of thinned
@@ -165,17 +168,19 @@ def _replace(
 def _write_alone(handle: StoreHandle, transaction: Transaction, ids: bytes) -> None:
     """Write those of the chunks `ids` whole that round others than these: as patches they would
     keep them, which have twice as many bytes."""
-    stay, scratch = set(items_of(ids)), Scratch()
-    alone = [each for each in handle.objects.rounded(ids) if not stay.issuperset(each.bases)]
+    stay, scratch = dict.fromkeys(map(ChunkId, items_of(ids))), Scratch()
     codec = codecs.SPLIT_ZSTD if transaction.packs.codec else codecs.RAW
     with transaction.packs.writing() as writer:
-        for some in cut(alone, lambda chunk: chunk.raw_bytes, RUN_BYTES):
-            with memory_for(some, scratch) as rows:
-                fill(handle.objects, rows, "being thinned", verify_ids=True)
-                for chunk, raw in rows:
-                    new = [new_chunk(chunk.id, raw)]
-                    writer.add(new, chunk.width, TENSOR, codec=codec, run_bytes=len(raw))
-                writer.flush()
+        for looked in cut(tuple(stay), lambda _: 1, _LOOKED_AT):
+            rounded = handle.objects.rounded(b"".join(looked))
+            alone = [each for each in rounded if not stay.keys() >= set(each.bases)]
+            for some in cut(alone, lambda chunk: chunk.raw_bytes, RUN_BYTES):
+                with memory_for(some, scratch) as rows:
+                    fill(handle.objects, rows, "being thinned", verify_ids=True)
+                    for chunk, raw in rows:
+                        new = [new_chunk(chunk.id, raw)]
+                        writer.add(new, chunk.width, TENSOR, codec=codec, run_bytes=len(raw))
+                    writer.flush()
 
 
 def _matched(trees: Mapping[str, Tree], globs: Sequence[str]) -> dict[str, frozenset[int]]:

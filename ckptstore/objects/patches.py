@@ -163,10 +163,11 @@ def head_of(stored: Stored) -> Head:
             f"bytes; wanted 1 to {DEPTH_MAX}, and 1, 2 or 4; run `ckptstore fsck`"
         )
     bases = (base,) if others == _NO_CHUNKS else (base, others)
-    if function > FLOAT16 or (function == SAME and len(bases) > 1):
+    if function > FLOAT16 or (len(bases) > 1 if function == SAME else depth > 1):
         raise Corrupt(
-            f"a patch says that function {function} makes it of {len(bases)} chunks; wanted 0 of "
-            f"one, or 1 or 2; run `ckptstore fsck`"
+            f"a patch says that function {function} makes it of {len(bases)} chunks, {depth} "
+            "patches from whole ones; wanted function 0 of one, or 1 or 2 of whole chunks; run "
+            "`ckptstore fsck`"
         )
     chain = ChainLength(depth, nbytes)
     return Head(
