@@ -1,18 +1,31 @@
 """16-bit weights beside float32 masters are stored as their rounding, bit for bit, and whatever
 moves, collects or damages chunks knows that they need two."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.core.ids import CHECKSUM_BYTES, ChunkId, checksum
+from ckptstore.commit import masters
+from ckptstore.commit.plan import Extent, plan_commit
+from ckptstore.core.ids import CHECKSUM_BYTES, ChunkId, checksum, digest
 from ckptstore.objects import patches
+from ckptstore.objects.pack import entries
+from ckptstore.repository.dedup import items_of
+from ckptstore.repository.footers import read_table
+from ckptstore.repository.pack_writer import NewPatch
 from ckptstore.state import rounding
+from ckptstore.state.leaf_sources import BytesSource
+from ckptstore.storage.local import LocalStorage
+from tests.net.training import same
 from tests.support.patching import small_chunks_too
 
 STORAGE = ckptstore.Storage(chunk_bytes=64 << 10)
@@ -158,6 +171,156 @@ def test_torch_rounds_as_the_format_states(function: int, seed: int) -> None:
     assert np.array_equal(found, wanted), f"seed {seed}"
 
 
+def sparse(count: int, random: np.random.Generator) -> torch.Tensor:
+    """Numbers of which most are zero."""
+    numbers = torch.zeros(count)
+    numbers[torch.from_numpy(random.permutation(count)[: count // 50])] = 1 / 3
+    return numbers
+
+
+def test_two_roundings_of_the_same_masters_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """They differ in few words, so that each could be a patch of the other."""
+    masters = sparse(40_000, np.random.default_rng(0))
+    both = {"a": masters.to(torch.bfloat16), "b": masters.to(torch.float16), "m": masters}
+    with ckptstore.open(tmp_path / "s", storage=STORAGE) as store:
+        store.commit({"model": {"a": both["a"], "b": both["b"]}, "optimizer": {"m": masters}})
+    with ckptstore.open(tmp_path / "s") as store:
+        for path, wanted in (("model/a", both["a"]), ("model/b", both["b"])):
+            assert torch.equal(store.checkout().read(path), wanted)
+
+
+@given(st.lists(st.tuples(st.integers(512, 90_000), st.sampled_from(DTYPES)), max_size=6))
+def test_each_run_of_a_plan_comes_once_and_weights_follow_their_masters(
+    leaves: list[tuple[int, torch.dtype]],
+) -> None:
+    tensors = [t for n, dtype in leaves for t in (torch.ones(n, dtype=dtype), torch.ones(n))]
+    extents = [Extent(tuple(t.shape), t.itemsize, t.nbytes, str(t.dtype)[6:]) for t in tensors]
+    plan = plan_commit(extents, STORAGE.chunk_bytes, run_bytes=128 << 10)
+    sources = [BytesSource(t.view(torch.uint8).numpy().tobytes()) for t in tensors]
+    pairs = masters.find(plan, sources)
+    assert len({part.leaf for part in pairs.values()}) == len(pairs) == len(leaves)
+    batches = masters.beside(plan, pairs)
+    runs = [run for batch in batches for run in batch]
+    assert sorted(map(id, runs)) == sorted(id(run) for batch in plan.batches for run in batch)
+    for batch in batches:
+        for n, run in enumerate(batch):
+            if run.part.leaf in pairs:
+                before = [r for r in batch[:n] if r.part.leaf == pairs[run.part.leaf].leaf]
+                assert 2 * run.cuts[0] in {cut for r in before for cut in r.cuts}
+
+
+class Walk:
+    """Commits of weights and masters that change in all ways, beside each other, and what is done
+    to their store."""
+
+    def __init__(self, store: ckptstore.Store, random: Random) -> None:
+        self.store, self.random, self.step = store, random, 0
+        self.numbers = np.random.default_rng(random.getrandbits(32))
+        self.wanted = dict[int, dict[str, torch.Tensor]]()
+        self.pending = list[Any]()
+        self.leaves = dict[str, tuple[torch.Tensor, torch.Tensor]]()
+        for i, shape in enumerate(SHAPES):
+            self.leaves[f"w{i}"] = self.trained(shape, DTYPES[i % 2])
+
+    def trained(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        single = any_bits(int(np.prod(shape)), self.numbers).reshape(tuple(shape))
+        return single, single.to(dtype)
+
+    def change(self, name: str) -> None:
+        single, half = (tensor.clone() for tensor in self.leaves.pop(name))
+        few = torch.from_numpy(self.numbers.integers(0, single.numel(), single.numel() // 40))
+        match self.random.choice(("train", "train", "few", "few", "off", "alone", "form", "no")):
+            case "train":
+                single, half = self.trained(single.shape, half.dtype)
+            case "few":
+                single.view(-1)[few] = torch.randn(len(few))
+                half = single.to(half.dtype)
+            case "off":
+                half.view(-1)[few] = 0.5
+            case "alone":
+                half = self.trained(half.shape, half.dtype)[1]
+            case "form":
+                single = single.reshape(-1)
+                half = half.reshape(-1) if self.random.random() < 0.5 else half
+        name = f"v{self.step}" if self.random.random() < 0.1 else name
+        self.leaves[name] = single, half
+
+    def save(self) -> None:
+        for name in list(self.leaves):
+            self.change(name)
+        self.step += 1
+        tensors = {f"half/{name}": half for name, (_, half) in self.leaves.items()}
+        if self.random.random() < 0.9:
+            tensors |= {f"single/{name}": single for name, (single, _) in self.leaves.items()}
+        self.wanted[self.step] = tensors
+        state = defaultdict[str, dict[str, Any]](dict)
+        for path, tensor in tensors.items():
+            key, name = path.split("/")
+            state[key][name] = tensor
+        if self.random.random() < 0.5:
+            self.pending.append(self.store.commit_async(dict(state), step=self.step))
+        else:
+            self.store.commit(dict(state), step=self.step)
+
+    def keep(self) -> None:
+        """Forget, thin, compact and collect beside what is being saved."""
+        match self.random.choice(("no", "no", "forget", "thin", "compact", "gc")):
+            case "forget" if len(self.wanted) > 1:
+                step = self.random.choice(list(self.wanted))
+                self.wait()
+                self.store.forget([step])
+                del self.wanted[step]
+            case "thin" if any("single/" in path for each in self.wanted.values() for path in each):
+                self.wait()
+                self.store.forget(ckptstore.KeepLast(1).thin("single/**"))
+            case "compact":
+                self.store.compact(ckptstore.CompactPolicy(newest=self.random.randint(0, 1)))
+            case "gc":
+                self.store.gc(grace_s=0, max_unused=0)
+
+    def wait(self) -> None:
+        for each in self.pending:
+            each.wait()
+        self.pending = []
+
+
+def assert_nearer(store: ckptstore.Store) -> None:
+    """Of each chunk that is a base of patches there is a copy that fewer patches make."""
+    handle = store._handle
+    tables = [read_table(handle.storage, pack) for pack in handle.log.replay().packs.values()]
+    every = [entry for table in tables for entry in entries(table)]
+    nearest = dict[bytes, int]()
+    for entry in every:
+        nearest[entry.chunk] = min(nearest.get(entry.chunk, 99), entry.depth)
+    patched = [entry for entry in every if entry.patch_of]
+    assert all(
+        nearest[base] < entry.depth for entry in patched for base in items_of(entry.patch_of)
+    )
+
+
+@pytest.mark.parametrize("n", range(2))
+def test_whatever_weights_and_masters_do_every_commit_stays(
+    n: int, seed: int, tmp_path: Path
+) -> None:
+    with ckptstore.open(tmp_path / "s", storage=STORAGE) as store:
+        walk = Walk(store, Random(f"{seed} {n}"))
+        for _ in range(12):
+            walk.save()
+            walk.keep()
+        walk.wait()
+        assert_nearer(store)
+        for _ in range(2):
+            store.gc(grace_s=0, max_unused=0)
+        assert not store.fsck("data").findings, f"seed {seed}"
+    with ckptstore.open(tmp_path / "s") as store:
+        for step, tensors in walk.wanted.items():
+            snapshot = store.checkout(step)
+            gone = {leaf.path for leaf in snapshot.leaves() if leaf.gone}
+            assert all(path.startswith("single/") for path in gone)
+            for path in tensors.keys() - gone:
+                assert same(snapshot.read(path), tensors[path]), f"seed {seed}: {step} {path}"
+
+
 def forged(stored: bytes, offset: int, new: bytes) -> bytes:
     changed = stored[:offset] + new + stored[offset + len(new) :]
     return checksum(changed[CHECKSUM_BYTES:]) + changed[CHECKSUM_BYTES:]
@@ -175,3 +338,65 @@ def test_a_forged_rounding_is_refused_with_bounded_work() -> None:
     for sizes in ([8192], [8192, 8190], [8192, 8192, 4], []):
         with pytest.raises(ckptstore.Corrupt):
             patches.round_into(1, [memoryview(bytearray(n)) for n in sizes], scratch)
+
+
+def needing(monkeypatch: pytest.MonkeyPatch, bases: dict[ChunkId, tuple[ChunkId, ...]]) -> None:
+    """Commits name these chunks as the masters of others."""
+    make = masters.Rounder.make
+
+    def forging(*given: Any) -> NewPatch | None:
+        made = make(*given)
+        if made is None or made.id not in bases:
+            return made
+        named = bases[made.id]
+        stored = forged(forged(made.stored, 16, named[0]), 64, named[1])
+        return made._replace(bases=named, stored=stored)
+
+    monkeypatch.setattr(masters.Rounder, "make", forging)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("deep", [False, True], ids=["in a circle", "too deep"])
+def test_a_rounding_of_roundings_is_refused_with_bounded_work(
+    deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a row of weights is made of the two before, and the first of the two last, or of
+    none: to follow all ways to the end would take 2^12 reads."""
+    numbers = torch.Generator().manual_seed(0)
+    single = {f"w{i}": torch.randn(16_000, generator=numbers) for i in range(12)}
+    half = {name: each.to(torch.bfloat16) for name, each in single.items()}
+    ids = [ChunkId(digest(each.view(torch.uint8).numpy())) for each in half.values()]
+    row = {each: (ids[i - 1], ids[i - 2]) for i, each in enumerate(ids) if i > 1 or not deep}
+    needing(monkeypatch, row)
+    with ckptstore.open(tmp_path / "s", storage=STORAGE) as store:
+        store.commit({"half": half, "single": single}, step=1)
+        store.commit({"half": half}, step=2)
+    reads, read_into = 0, LocalStorage.read_into
+
+    def counting(*given: Any, **named: Any) -> None:
+        nonlocal reads
+        reads += 1
+        read_into(*given, **named)
+
+    monkeypatch.setattr(LocalStorage, "read_into", counting)
+    with ckptstore.open(tmp_path / "s") as store:
+        snapshot = store.checkout(1)
+        for i, name in enumerate(half):
+            reads = 0
+            if deep and i < 2:
+                assert same(snapshot.read(f"half/{name}"), half[name])
+            else:
+                with pytest.raises(ckptstore.Corrupt):
+                    snapshot.read(f"half/{name}")
+            assert reads < 20
+            assert same(snapshot.read(f"single/{name}"), single[name])
+        found = store.fsck("data").findings
+        assert len(found) >= (1 if deep else len(row)), found
+        store.usage()
+        store.compact(ckptstore.CompactPolicy(newest=1))
+        store.forget([1])
+        store.gc(grace_s=0, max_unused=0)
+        assert not store.push(tmp_path / "mirror", create=True).sent
+        store.repair(apply=True, read_data="all")
+        with pytest.raises(ckptstore.CkptStoreError):
+            store.checkout(2).state_dict()

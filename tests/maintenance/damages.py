@@ -37,14 +37,13 @@ MOST_DAMAGES = 6
 
 def state(step: int) -> dict[str, Any]:
     """Three leaves of two chunks: one's own, one that steps share by threes, and one of which few
-    elements change."""
-    own, group = (
-        torch.Generator().manual_seed(step),
-        torch.Generator().manual_seed(1000 + step // 3),
-    )
+    elements change; and the rounding of the first, which needs two chunks."""
+    group = torch.Generator().manual_seed(1000 + step // 3)
+    own = torch.randn(40, 500, generator=torch.Generator().manual_seed(step))
     return {
         "model": {
-            "own": torch.randn(40, 500, generator=own),
+            "own": own,
+            "half": own.to(torch.bfloat16),
             "group": torch.randn(30, 500, generator=group),
             "nudged": nudged((40, 500), step),
         },

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptstore
 from ckptstore.core.ids import CommitId
@@ -18,6 +19,7 @@ from ckptstore.repository.store_handle import CATALOG_NAME
 from ckptstore.store import Store
 from tests.maintenance.collecting import opened, state_of
 from tests.support.checker import view_of
+from tests.support.patching import small_chunks_too
 
 STORE = "store"
 CHUNK_BYTES = 65536
@@ -59,7 +61,11 @@ UPDATE alembic_version SET version_num = '0001';
 
 
 def small(step: int) -> dict[str, Any]:
-    return state_of(step, own=20_000, shared=30_000)
+    """A small state, with the rounding of what is its own: works store that as a patch of two
+    chunks."""
+    state = state_of(step, own=20_000, shared=30_000)
+    state["model"]["half"] = state["model"]["own"].to(torch.bfloat16)
+    return state
 
 
 def open_small(disk: Path) -> Store:
@@ -82,7 +88,7 @@ class Work:
     catalog: str = ""
 
     def __call__(self, disk: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, small_chunks_too():
             patch.setattr(log, "CHECKPOINT_EVERY", self.checkpoint_every)
             with open_small(disk) as store:
                 self.do(store)
@@ -91,7 +97,7 @@ class Work:
         """A disk with a store as it is before; its second commit is tagged."""
         disk.mkdir()
         if self.commits:
-            with open_small(disk) as store:
+            with small_chunks_too(), open_small(disk) as store:
                 for step in range(self.commits):
                     store.commit(small(step), step=step, tag="first" if step == 1 else ())
                 if self.forgotten:

@@ -7,7 +7,17 @@ process of the host.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +177,9 @@ def verify(
             if time.monotonic() - saved > _SAVE_EVERY_S:
                 save_note(directory / RECORD_NAME, store, verified)
                 saved = time.monotonic()
-        made = stack.enter_context(
-            closing(spread(made_wrong, patches_in(contents, {pack.id for pack in chosen})))
-        )
-        for wrong in [bad for _, some in made for bad in some]:
+        members = _chain_members(contents, chosen)
+        made = stack.enter_context(closing(spread(made_wrong, patches_in(contents, members))))
+        for wrong in [*never_made(contents, members), *(bad for _, some in made for bad in some)]:
             suspects.add(wrong.pack)
             found.append(wrong)
     # The order of a report does not depend on who came first.
@@ -189,11 +198,11 @@ def verify_pack(storage: Storage, threads: ThreadPool, given: PackToRead) -> lis
     ]
 
 
-def patches_in(contents: Contents, chosen: Set[PackId]) -> Iterator[tuple[Patches, ...]]:
-    """The patches in the `chosen` packs, with all that they are made of, some at a time. Pure."""
+def patches_in(contents: Contents, members: Iterable[ChunkId]) -> Iterator[tuple[Patches, ...]]:
+    """The patches `members`, with all that they are made of, some at a time. Pure."""
     bases = contents.bases
     patches_of: dict[ChunkId, list[ChunkId]] = {}
-    for chunk in _chain_members(contents, chosen):
+    for chunk in members:
         patches_of.setdefault(bases[chunk][0], []).append(chunk)
 
     def places(chunk: ChunkId, *, patched: bool) -> tuple[ChunkInPack, ...]:
@@ -264,11 +273,44 @@ def _made(patch: StoredPatch, raws: Mapping[ChunkId, memoryview]) -> memoryview 
     return made if digest(made) == entry.chunk else None
 
 
-def _chain_members(contents: Contents, chosen: Set[PackId]) -> dict[ChunkId, None]:
+def never_made(contents: Contents, members: Collection[ChunkId]) -> list[BadChunk]:
+    """Those of the patches `members` that no reader makes: they need themselves, or round what is
+    rounded itself. Pure."""
+    bases, raw_bytes = contents.bases, dict[ChunkId, int]()
+    users, left = defaultdict[ChunkId, list[ChunkId]](list), Counter[ChunkId]()
+    for chunk in members:
+        for each in (chunk, *bases[chunk]):
+            places = contents.inventory.places(each)
+            raw_bytes[each] = places[0].entry.raw_bytes if places else 0
+        for base in bases[chunk]:
+            if base in members:
+                users[base].append(chunk)
+                left[chunk] += 1
+    ready, rounded = [chunk for chunk in members if not left[chunk]], set[ChunkId]()
+    never = set(members).difference(ready)
+    while ready:
+        chunk = ready.pop()
+        its = bases[chunk]
+        rounds = len(its) > 1 or raw_bytes[its[0]] == 2 * raw_bytes[chunk]
+        if rounds or not rounded.isdisjoint(its):
+            rounded.add(chunk)
+        if rounds and not rounded.isdisjoint(its):
+            never.add(chunk)
+        for user in users[chunk]:
+            left[user] -= 1
+            if not left[user]:
+                ready.append(user)
+                never.discard(user)
+    what = Corrupt("it is a patch that needs itself, or rounds what is rounded itself")
+    found = (contents.inventory.places(chunk)[0] for chunk in never)
+    return [BadChunk(place.pack, place.keys[0], place.entry, what) for place in found]
+
+
+def _chain_members(contents: Contents, chosen: Iterable[Pack]) -> dict[ChunkId, None]:
     """The patches in the chosen packs, and those that they need."""
     members: dict[ChunkId, None] = {}
-    for pack in sorted(chosen):
-        table = contents.tables[pack]
+    for pack in chosen:
+        table = contents.tables[pack.id]
         left = list(map(ChunkId, table["chunk"][table["codec"] == codecs.PATCH].tolist()))
         while left:
             if (chunk := left.pop()) in contents.bases and chunk not in members:

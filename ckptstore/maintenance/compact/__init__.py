@@ -286,8 +286,10 @@ class _Compaction:
                 trees = self._trees(commit).values()
                 left = b"".join(content.ids for tree in trees for content in tree.contents)
                 while left:
-                    kept = np.union1d(kept, short_keys(left))
-                    left = b"".join(map(self._bases_of, cut_ids(left)))
+                    keys = short_keys(left)
+                    fresh = np.frombuffer(left, "V32")[~np.isin(keys, kept)].tobytes()
+                    kept = np.union1d(kept, keys)
+                    left = b"".join(map(self._bases_of, cut_ids(fresh)))
         return kept
 
     def _bases_of(self, ids: bytes) -> bytes:
