@@ -209,9 +209,10 @@ class ChunkWriter:
                 new = self._unrounded(self._rounder, found.run.part, new)
             if new and self._patcher is not None:
                 new = self._unpatched(self._patcher, found.run.part, new)
-            for chunk in new if self._rounder is not None else ():
-                if chunk.raw is not None:
-                    self._rounder.round(found.run.part, chunk.cut.number, chunk.id, chunk.raw)
+            if self._rounder is not None:
+                for chunk in new:
+                    if chunk.raw is not None:
+                        self._rounder.round(found.run.part, chunk.cut.number, chunk.id, chunk.raw)
             if new:
                 yield self._fetched(found, new)
 

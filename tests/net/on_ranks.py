@@ -2,7 +2,7 @@
 and says what it found."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -33,6 +33,7 @@ from tests.net.ranks import (
     merged,
     view,
 )
+from tests.support.patching import small_chunks_too
 
 TIMEOUT_S = 200.0
 
@@ -63,6 +64,8 @@ class Here:
 
     def __init__(self, folder: Path, **how: Any) -> None:
         self.folder, self.how = folder, how
+        self.small = ExitStack()
+        self.small.enter_context(small_chunks_too())  # as long as this process lives
         self.store = self.opened()
         self.known: dict[str, tuple[Any, Any]] = {}
         self.pending: list[ckptstore.PendingCommit] = []
