@@ -393,8 +393,11 @@ class World:
 
 def middle(first: Mapping[str, Any], second: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The mean of two states."""
-    names = ("x", "tie", "y")
-    return {name: 0.5 * first[name] + 0.5 * second[name] for name in names} | {"n": number}
+    found: dict[str, Any] = {"n": number}
+    for name in ("x", "tie", "y", "hx", "hy"):
+        mean = 0.5 * first[name].float() + 0.5 * second[name].float()
+        found[name] = mean.to(first[name].dtype)
+    return found
 
 
 def op_commit(world: World, store: ckptstore.Store, step: int) -> None:
