@@ -12,7 +12,7 @@ None is trusted: a chunk counts only if its bytes match its id.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -66,16 +66,16 @@ _PACK_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A location of a chunk: the object `key` of `storage`. That of a patch with the location of
-    its base, `below`, stands for the whole chunk."""
+    """A location of a chunk: the object `key` of `storage`. That of a patch with the locations of
+    its bases, `below`, stands for the whole chunk."""
 
     storage: Storage
     key: str
     entry: PackEntry
-    below: "Source | None" = None
+    below: "tuple[Source, ...]" = ()
 
     def is_patch(self) -> bool:
-        return self.entry.codec == codecs.PATCH and self.below is None
+        return self.entry.codec == codecs.PATCH and not self.below
 
     @property
     def codec(self) -> int:
@@ -162,7 +162,7 @@ def find_source(donors: Sequence[ChunkSource], chunk: ChunkId) -> Source | None:
 
 
 def find_whole(donors: Sequence[ChunkSource], chunk: ChunkId, tried: set[ChunkId]) -> Source | None:
-    """A location of the bytes of `chunk`, or of a patch whose base is found so: a mirror may have
+    """A location of the bytes of `chunk`, or of a patch whose bases are found so: a mirror may have
     made its patch of another base than the store. `tried` are chunks that were looked for.
 
     Raises `Unavailable` as `find_source`.
@@ -171,11 +171,11 @@ def find_whole(donors: Sequence[ChunkSource], chunk: ChunkId, tried: set[ChunkId
     for source in _places(donors, chunk):
         with suppress(Corrupt, NotFound):
             if source.is_patch():
-                base = read_patch(source).base
-                below = None if base in tried else find_whole(donors, base, tried)
-                if below is None:
+                bases = read_patch(source).bases
+                below = [find_whole(donors, b, tried) for b in bases if b not in tried]
+                if len(found := [each for each in below if each]) < len(bases):
                     continue
-                source = replace(source, below=below)
+                source = replace(source, below=tuple(found))
             read_source(source)
             return source
     if unanswered := next(filter(None, (donor.unanswered for donor in donors)), None):
@@ -218,8 +218,9 @@ def read_source(source: Source) -> memoryview:
     raises `Corrupt`, `NotFound` or `Unavailable`."""
     storage, key, entry = source.storage, source.key, source.entry
     if source.below:
-        made = memoryview(bytearray(read_source(source.below)))
-        patches.apply([(read_patch(replace(source, below=None)).stored, entry.width)], made)
+        stored = read_patch(replace(source, below=())).stored
+        bases = list(map(read_source, source.below))
+        made = patches.made_of(stored, entry.width, entry.raw_bytes, bases)
         if digest(made) != entry.chunk:
             raise Corrupt(f"chunk {entry.chunk.hex()[:12]} in {key} is not what its patch makes")
         return made
@@ -422,9 +423,11 @@ class _Rescue:
         needed_by = contents.dependents(lacking)
         instead: dict[ChunkId, Source] = {}
         lost = set[ChunkId]()
-        chains = (self._chain(user, lacking) for user in contents.named(needed_by.keys()))
-        for user, *bases in sorted(chains, key=len):  # others are patches of those nearest to it
-            if not instead.keys().isdisjoint(bases):
+        users = contents.named(needed_by.keys())
+        # Others are patches of those that are made of least.
+        for user in sorted(users, key=lambda each: len(self._made_of(each, lacking))):
+            needed = self._made_of(user, lacking | instead.keys()) - instead.keys()
+            if lacking.isdisjoint(needed):
                 continue
             with suppress(Unavailable):
                 if source := find_whole(self._donors, user, set()):
@@ -433,14 +436,14 @@ class _Rescue:
             lost.update(needed_by[user])
         return instead, lost & self._facts.needed
 
-    def _chain(self, chunk: ChunkId, lacking: set[ChunkId]) -> list[ChunkId]:
-        """A chunk, and what it is a patch of, up to the first that is `lacking`."""
-        chain, bases = [chunk], self._facts.contents.bases
-        base = bases.get(chunk)
-        while chain[-1] not in lacking and base is not None and base not in chain:
-            chain.append(base)
-            base = bases.get(base)
-        return chain
+    def _made_of(self, chunk: ChunkId, stop: Set[ChunkId]) -> set[ChunkId]:
+        """A chunk, and what it is a patch of, up to those of `stop`."""
+        found, left, bases = set[ChunkId](), [chunk], self._facts.contents.bases
+        while left:
+            if (at := left.pop()) not in found:
+                found.add(at)
+                left += bases.get(at, ()) if at not in stop else ()
+        return found
 
     def _suspects(self) -> set[PackId]:
         """The listed packs with damage; those that storage did not return are left alone."""

@@ -213,6 +213,18 @@ def round_exactly(function: int, bits: npt.NDArray[Any], out: npt.NDArray[Any]) 
         out[nan] = (bits[nan] >> 16 & 0x8000) | _NANS[function]
 
 
+def made_of(stored: Stored, width: int, raw_bytes: int, bases: Sequence[memoryview]) -> memoryview:
+    """The chunk of `raw_bytes` that a patch makes of its bases. Raises `Corrupt`."""
+    function = head_of(stored).function
+    if function == SAME:
+        out = memoryview(bytearray(bases[0]))
+    else:
+        out = memoryview(bytearray(raw_bytes))
+        round_into(function, bases, out)
+    apply([(stored, width)], out)
+    return out
+
+
 def apply(chain: Iterable[tuple[Stored, int]], out: memoryview) -> None:
     """Make the raw bytes of a chunk in `out`, which holds those of the base of the first patch of a
     chain. Each patch, with its width, is made of what the one before it makes. Raises `Corrupt`

@@ -25,6 +25,7 @@ from ckptstore.repository.pack_writer import NewPatch
 from ckptstore.state import rounding
 from ckptstore.state.leaf_sources import BytesSource
 from ckptstore.storage.local import LocalStorage
+from tests.maintenance.stores import heal
 from tests.net.training import same
 from tests.support.patching import small_chunks_too
 
@@ -156,6 +157,21 @@ def test_a_damaged_master_is_healed_with_its_weights(tmp_path: Path) -> None:
         store.repair(tmp_path / "mirror", apply=True, read_data="all")
         check(store, 1, state(1, torch.bfloat16))
         assert not store.fsck("data").findings
+
+
+def test_weights_whose_masters_are_lost_are_healed_by_a_mirror_that_has_them_alone(
+    tmp_path: Path,
+) -> None:
+    wanted = state(1, torch.bfloat16)
+    with ckptstore.open(tmp_path / "s", storage=STORAGE) as store:
+        lost = store.commit(wanted, step=1).id
+        alone = store.commit({"model": wanted["model"]}, step=2).id
+        store.push(tmp_path / "mirror", alone, create=True)
+    max((tmp_path / "s/packs").rglob("*-*"), key=lambda file: file.stat().st_size).unlink()
+    heal(tmp_path / "s", tmp_path / "mirror")
+    with ckptstore.open(tmp_path / "s") as store:
+        check(store, 2, {"model": wanted["model"]})
+        assert store.fsck("data").damaged_commits.keys() == {lost}
 
 
 @pytest.mark.parametrize("function", [patches.BFLOAT16, patches.FLOAT16])

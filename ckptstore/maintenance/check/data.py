@@ -260,14 +260,9 @@ def _made(patch: StoredPatch, raws: Mapping[ChunkId, memoryview]) -> memoryview 
     head, entry = patch.head, patch.entry
     if set(head.bases) != raws.keys():
         return None
-    masters = [raws[base] for base in head.bases]
+    its = [raws[base] for base in head.bases]
     try:
-        if head.function == patches.SAME:
-            made = memoryview(bytearray(masters[0]))
-        else:
-            made = memoryview(bytearray(entry.raw_bytes))
-            patches.round_into(head.function, masters, made)
-        patches.apply([(patch.stored, entry.width)], made)
+        made = patches.made_of(patch.stored, entry.width, entry.raw_bytes, its)
     except Corrupt:
         return None
     return made if digest(made) == entry.chunk else None
