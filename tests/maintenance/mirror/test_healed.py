@@ -77,14 +77,19 @@ class Walk:
             store.gc(grace_s=0, max_unused=self.random.choice((0.0, 0.5)))
 
     def commit(self, store: Store) -> None:
-        """Change each tensor in few elements or in many, or not at all."""
+        """Change each tensor in few elements or in many, or not at all; two are there rounded,
+        too."""
         for name, tensor in self.state.items():
             count = int(self.random.choice((0, 0.01, 0.01, 0.6)) * tensor.numel())
             changed = tensor.clone()
             at = torch.randperm(tensor.numel(), generator=self.generator)[:count]
             changed.view(-1)[at] = torch.randn(count, generator=self.generator)
             self.state[name] = changed
-        store.commit({"state": dict(self.state)}, step=self.step)
+        rounded = {
+            "half": self.state["weight"].to(torch.float16),
+            "brief": self.state["moment"].to(torch.bfloat16),
+        }
+        store.commit({"state": self.state | rounded}, step=self.step)
         self.step += 1
 
     def drawn(self, packs: list[Path]) -> list[Path]:
