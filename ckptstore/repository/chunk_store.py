@@ -306,6 +306,7 @@ class ObjectStore:
         verify_ids: bool = False,
         past_cache: bool = False,
         bases: Mapping[ChunkId, memoryview] = NO_BASES,
+        is_base: bool = False,
     ) -> None:
         """Read and verify each chunk of `ids` into the memory of `out`, whose lengths are the
         chunks' raw sizes.
@@ -313,24 +314,14 @@ class ObjectStore:
         `threads`, if given, share the work within `room`. `describe(i)` names chunk `i` in errors.
         With `verify_ids`, bytes are compared with the ids too; `past_cache` reads the store itself.
         `bases` are chunks that the caller has in memory, of which others may be patches; with them,
-        the memory of `out` must not overlap. They may be damaged: then they are read.
+        the memory of `out` must not overlap. They may be damaged: then they are read. With
+        `is_base`, others are made of the chunks' rounding, and so none of them is rounded itself.
 
         Raises `Corrupt` for a chunk whose bytes do not match, or whose length is not that of
         `out`, `NotFound` for one that no listed pack holds.
         """
-        request = Request(ids, out, describe, verify_ids, past_cache, bases)
-        self._fill(request, where, threads, room)
-
-    def _fill(
-        self,
-        request: Request,
-        where: "NDArray[np.void] | None",
-        threads: ThreadPool | None,
-        room: ReadRoom,
-    ) -> None:
-        """Carry out a request of `read_into`, which says what is raised."""
-        left: Sequence[int] = range(len(request.out))
-        past_cache = request.past_cache
+        request = Request(ids, out, describe, verify_ids, past_cache, bases, is_base)
+        left: Sequence[int] = range(len(out))
         try:
             if self._cache is not None and not past_cache:
                 left, where = self._not_cached(request, self._cache, threads), None
@@ -357,7 +348,7 @@ class ObjectStore:
         except (Corrupt, NotFound) as error:
             if self.rescue is None:
                 raise
-            self.rescue(request.ids, request.out, error)
+            self.rescue(ids, out, error)
 
     def _distrust(self, packs: Iterable[PackId]) -> None:
         """Packs with a chunk that could not be read are no longer relied on for chunks: the next
@@ -553,15 +544,15 @@ class ObjectStore:
         if sum(sizes) > 3 * len(out):
             raise Corrupt(f"the bases of its patch have {sizes} bytes; run `ckptstore fsck`")
         masters = [memoryview(bytearray(size)) for size in sizes]
-        base = replace(
-            request,
-            ids=where["chunk"].tobytes(),
-            out=masters,
+        self.read_into(
+            where["chunk"].tobytes(),
+            masters,
+            where=where,
             describe=lambda n: "rounded to another chunk",
-            verify_ids=False,
+            past_cache=request.past_cache,
+            bases=request.bases,
             is_base=True,
         )
-        self._fill(base, where, None, ALONE)
         patches.round_into(of.function, masters, out)
 
     @uncollected()
