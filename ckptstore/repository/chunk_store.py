@@ -469,7 +469,7 @@ class ObjectStore:
             made = {i: request.out[i] for i in positions}
             for i in aside:
                 made[i], memory = memory[: len(request.out[i])], memory[len(request.out[i]) :]
-            problems |= self._read_whole(request, made, chains)
+            problems |= self._read_whole(request, made, chains, scratch)
             for i in made.keys() - problems.keys():
                 try:
                     chains[request.id(i)].make(made[i])
@@ -497,6 +497,7 @@ class ObjectStore:
         request: Request,
         out: Mapping[int, memoryview],
         chains: Mapping[ChunkId, PatchChain],
+        scratch: Scratch,
     ) -> dict[int, Problem]:
         """Read the whole chunk at the end of the chain of each chunk of the request into the memory
         of `out`. Returns the problems of those that cannot be read."""
@@ -506,7 +507,7 @@ class ObjectStore:
             end = chains[request.id(i)].end
             if isinstance(end, Rounded):
                 try:
-                    self._round(request, end, out[i])
+                    self._round(request, end, out[i], scratch)
                 except (Corrupt, NotFound) as error:
                     found[i] = error
             elif not isinstance(end, Whole):
@@ -531,10 +532,10 @@ class ObjectStore:
             if len(places) == 1:
                 return found | dict.fromkeys(places, error)
             for i in places:
-                found |= self._read_whole(request, {i: out[i]}, chains)
+                found |= self._read_whole(request, {i: out[i]}, chains, scratch)
         return found
 
-    def _round(self, request: Request, of: Rounded, out: memoryview) -> None:
+    def _round(self, request: Request, of: Rounded, out: memoryview, scratch: Scratch) -> None:
         """Fill `out` with the rounding of chunks, which no rounding makes. Raises `Corrupt`,
         before it allocates more than three times as much as `out` has, and `NotFound`."""
         if request.is_base:
@@ -543,17 +544,18 @@ class ObjectStore:
         sizes = where["raw"].tolist()
         if sum(sizes) > 3 * len(out):
             raise Corrupt(f"the bases of its patch have {sizes} bytes; run `ckptstore fsck`")
-        masters = [memoryview(bytearray(size)) for size in sizes]
-        self.read_into(
-            where["chunk"].tobytes(),
-            masters,
-            where=where,
-            describe=lambda n: "rounded to another chunk",
-            past_cache=request.past_cache,
-            bases=request.bases,
-            is_base=True,
-        )
-        patches.round_into(of.function, masters, out)
+        with scratch.lend(sum(sizes)) as memory:
+            masters = [memory[sum(sizes[:n]) : sum(sizes[: n + 1])] for n in range(len(sizes))]
+            self.read_into(
+                where["chunk"].tobytes(),
+                masters,
+                where=where,
+                describe=lambda n: "rounded to another chunk",
+                past_cache=request.past_cache,
+                bases=request.bases,
+                is_base=True,
+            )
+            patches.round_into(of.function, masters, out)
 
     @uncollected()
     def _plan(
