@@ -290,7 +290,7 @@ class AsyncCommits(Generic[S]):
         self.outages.asked(label.step)
         loud = route.peers is None or route.peers.leads
         self.outages.level = logging.WARNING if loud else logging.INFO
-        begun, turns = list[_Begun](), [0]
+        begun: list[_Begun] = []
         with self._calls:
             pending: Pending[S] = Pending(label.step, options.on_progress)
             taken, claim, before = ExitStack(), threading.Lock(), self._parent_tracker.tip()
@@ -298,7 +298,6 @@ class AsyncCommits(Generic[S]):
             def begin() -> WhyNot | None:
                 busy = self._background.admit(wait=options.overlap == "wait", max_age_s=max_age_s)
                 if route.peers:  # before any of them is skipped, so that all ranks raise
-                    turns[0] = route.peers.turn
                     self._raise_overdue(limit)
                 if busy:
                     return busy
@@ -317,8 +316,9 @@ class AsyncCommits(Generic[S]):
                 if why_not:
                     taken.close()
                 else:
-                    numbered = replace(label, turn=turns[0])
-                    self._begin(_Job(pending, begun[0], taken, claim, numbered, route, options))
+                    if route.peers:
+                        label = replace(label, turn=route.peers.turn)
+                    self._begin(_Job(pending, begun[0], taken, claim, label, route, options))
             except BaseException:
                 # An interrupted caller might change the state too early.
                 pending.cancel()
