@@ -91,8 +91,8 @@ def export_contents(
     write: dict[Format, Callable[[Path], Written]] = {
         "files": lambda scratch: _write_files(contents, scratch, selects),
         "safetensors": lambda scratch: _write_safetensors(contents, scratch, selects),
-        "torch": lambda scratch: _write_torch(contents, snapshot(), scratch, selects, allow_pickle),
-        "dcp": lambda scratch: _write_dcp(contents, snapshot(), scratch, selects, allow_pickle),
+        "torch": lambda scratch: _write_torch(snapshot(), scratch, selects, allow_pickle),
+        "dcp": lambda scratch: _write_dcp(snapshot(), scratch, selects, allow_pickle),
     }
     return put(target, chosen, write[chosen])
 
@@ -181,15 +181,11 @@ def _write_safetensors(contents: CommitContents, scratch: Path, selects: Selects
 
 
 def _write_torch(
-    contents: CommitContents,
-    snapshot: "Snapshot",
-    scratch: Path,
-    selects: Selects,
-    allow_pickle: bool,
+    snapshot: "Snapshot", scratch: Path, selects: Selects, allow_pickle: bool
 ) -> Written:
     from ckptstore.plugin.torch_saves import check_comes_back, refused_by_torch, save
 
-    state = _state(contents, snapshot, selects, allow_pickle)
+    state = _state(snapshot, selects, allow_pickle)
     # torch.save accepts no path that begins with a dot and has no suffix
     with open(scratch, "xb") as file:
         save(state, file)
@@ -199,18 +195,14 @@ def _write_torch(
 
 
 def _write_dcp(
-    contents: CommitContents,
-    snapshot: "Snapshot",
-    scratch: Path,
-    selects: Selects,
-    allow_pickle: bool,
+    snapshot: "Snapshot", scratch: Path, selects: Selects, allow_pickle: bool
 ) -> Written:
     from ckptstore.plugin.dcp import PlainPlanner, store_to_dcp, write_directory
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)
         return Written()
-    state = _state(contents, snapshot, selects, allow_pickle)
+    state = _state(snapshot, selects, allow_pickle)
     write_directory(
         scratch,
         state if isinstance(state, dict) else {selects[0]: state},
@@ -219,14 +211,15 @@ def _write_dcp(
     return Written()
 
 
-def _state(
-    contents: CommitContents, snapshot: "Snapshot", selects: Selects, allow_pickle: bool
-) -> object:
+def _state(snapshot: "Snapshot", selects: Selects, allow_pickle: bool) -> object:
     """The value of one key; a dict of values by keys; or a dict of leaves by paths if not all of
     `selects` are keys.
     """
     if selects == (EVERYTHING,):
         return snapshot.state_dict(allow_pickle=allow_pickle)
+    from ckptstore.plugin.snapshots import contents_of
+
+    contents = contents_of(snapshot)
     if all(select in contents.trees for select in selects):
         found = {key: snapshot.state_dict(key, allow_pickle=allow_pickle) for key in selects}
         return found if len(selects) > 1 else found[selects[0]]
