@@ -235,6 +235,7 @@ class Walk:
         self.wanted = dict[int, dict[str, torch.Tensor]]()
         self.pending = list[Any]()
         self.leaves = dict[str, tuple[torch.Tensor, torch.Tensor]]()
+        self.earlier = defaultdict[str, list[tuple[torch.Tensor, torch.Tensor]]](list)
         for i, shape in enumerate(SHAPES):
             self.leaves[f"w{i}"] = self.trained(shape, DTYPES[i % 2])
 
@@ -245,7 +246,7 @@ class Walk:
     def change(self, name: str) -> None:
         single, half = (tensor.clone() for tensor in self.leaves.pop(name))
         few = torch.from_numpy(self.numbers.integers(0, single.numel(), single.numel() // 40))
-        match self.random.choice(("train", "train", "few", "few", "off", "alone", "form", "no")):
+        match self.random.choice(("train", "few", "few", "off", "alone", "form", "no", "back")):
             case "train":
                 single, half = self.trained(single.shape, half.dtype)
             case "few":
@@ -255,11 +256,14 @@ class Walk:
                 half.view(-1)[few] = 0.5
             case "alone":
                 half = self.trained(half.shape, half.dtype)[1]
+            case "back" if self.earlier[name]:
+                single, half = self.random.choice(self.earlier[name])
             case "form":
                 single = single.reshape(-1)
                 half = half.reshape(-1) if self.random.random() < 0.5 else half
         name = f"v{self.step}" if self.random.random() < 0.1 else name
         self.leaves[name] = single, half
+        self.earlier[name].append((single, half))
 
     def save(self) -> None:
         for name in list(self.leaves):
@@ -301,7 +305,8 @@ class Walk:
 
 
 def assert_nearer(store: ckptstore.Store) -> None:
-    """Of each chunk that is a base of patches there is a copy that fewer patches make."""
+    """Of each chunk that is a base of patches there is a copy that fewer patches make, or none: gc
+    may have taken the base of a patch that no commit needs (docs/gc.md)."""
     handle = store._handle
     tables = [read_table(handle.storage, pack) for pack in handle.log.replay().packs.values()]
     every = [entry for table in tables for entry in entries(table)]
@@ -310,7 +315,9 @@ def assert_nearer(store: ckptstore.Store) -> None:
         nearest[entry.chunk] = min(nearest.get(entry.chunk, 99), entry.depth)
     patched = [entry for entry in every if entry.patch_of]
     assert all(
-        nearest[base] < entry.depth for entry in patched for base in items_of(entry.patch_of)
+        nearest.get(base, -1) < entry.depth
+        for entry in patched
+        for base in items_of(entry.patch_of)
     )
 
 
