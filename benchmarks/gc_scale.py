@@ -35,6 +35,7 @@ from ckptstore.core.ids import (
     pack_key,
 )
 from ckptstore.core.model import (
+    NO_BASE,
     CommitDocument,
     LeafContent,
     Node,
@@ -122,6 +123,7 @@ def main() -> None:
         "--own", type=int, default=1000, help="chunks of a commit that no earlier one has"
     )
     parser.add_argument("--scattered", action="store_true")
+    parser.add_argument("--dir", type=Path, help="where to make the store")
     parser.add_argument("--measure", type=Path, metavar="STORE", help="mark a store that is there")
     args = parser.parse_args()
     if args.measure:
@@ -133,7 +135,7 @@ def main() -> None:
             f"peak memory {bytes_text(found['peak_bytes'])}"
         )
         return
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         place = Path(directory) / "store"
         started = time.perf_counter()
         make_store(
@@ -233,27 +235,19 @@ def _parts(new: Ids) -> Iterator[Ids]:
 
 def _data_pack(storage: Storage, session: SessionId, number: int, ids: Ids) -> PackRecord:
     name = pack_id(session, 0, number)
-    rows = [
-        PackEntry(
-            ChunkId(chunk.tobytes()),
-            bytes(16),
-            i * CHUNK_BYTES,
-            CHUNK_BYTES,
-            CHUNK_BYTES,
-            0,
-            2,
-            pack.TENSOR,
-        )
-        for i, chunk in enumerate(ids)
-    ]
+    table = np.zeros(len(ids), pack.FOOTER_DTYPE)
+    table["chunk"] = np.ascontiguousarray(ids).view(f"V{CHUNK_ID_BYTES}")[:, 0]
+    table["offset"] = np.arange(len(ids)) * CHUNK_BYTES
+    table["stored"] = table["raw"] = CHUNK_BYTES
+    table["base"], table["width"], table["kind"] = NO_BASE, 2, pack.TENSOR
     data_bytes = len(ids) * CHUNK_BYTES
-    tail, _ = pack.encode_tail(rows, data_bytes, metadata=False)
+    tail, _ = pack.encode_table(table, data_bytes, metadata=False)
     path = Path(storage.url, pack_key(name))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.seek(data_bytes)
         file.write(tail)
-    return PackRecord(name, data_bytes + len(tail), len(rows), metadata=False)
+    return PackRecord(name, data_bytes + len(tail), len(ids), metadata=False)
 
 
 def _metadata_pack(

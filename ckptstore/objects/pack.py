@@ -88,7 +88,11 @@ def encode_tail(
 ) -> tuple[bytes, FooterTable]:
     """Footer and trailer of a pack with `data_bytes` of data, and its records as a reader parses
     them. `entries` in any order. Raises `InvalidInput` for impossible entries."""
-    table = _table(entries)
+    return encode_table(_table(entries), data_bytes, metadata)
+
+
+def encode_table(table: FooterTable, data_bytes: int, metadata: bool) -> tuple[bytes, FooterTable]:
+    """As `encode_tail`, for records in any order."""
     footer = table[np.argsort(table["offset"], kind="stable")].tobytes()
     version = _VERSION_PATCHED if table.dtype == PATCHED_DTYPE else _VERSION
     head = _HEAD.pack(_MAGIC, version, metadata, data_bytes, len(footer))

@@ -1,5 +1,6 @@
 """The assignment of each live chunk to a pack, against a model of sets."""
 
+from collections.abc import Set
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import ckptstore
 from ckptstore.core.ids import ChunkId, digest
 from ckptstore.core.model import PackEntry
 from ckptstore.maintenance import silent
@@ -33,6 +35,17 @@ def footer(ids: list[ChunkId], stored: int) -> pack.FooterTable:
     return pack.encode_tail(rows, len(ids) * stored, metadata=False)[1]
 
 
+def holding(tables: list[pack.FooterTable], unreadable: Set[int] = frozenset()) -> Holdings:
+    """Packs with these footers, but for some that were not read."""
+    holdings = Holdings([len(table) for table in tables])
+    for i, table in enumerate(tables):
+        if i not in unreadable:
+            holdings.put(i, table)
+    for i in holdings.sort():
+        holdings.tell(i, tables[i])
+    return holdings
+
+
 @given(
     st.lists(st.lists(chunks, unique=True, max_size=6), max_size=6),
     st.sets(chunks),
@@ -42,12 +55,8 @@ def footer(ids: list[ChunkId], stored: int) -> pack.FooterTable:
 def test_every_needed_chunk_is_assigned_to_exactly_one_readable_pack_that_holds_it(
     packs: list[list[ChunkId]], needed: set[ChunkId], unreadable: set[int], stored: int
 ) -> None:
-    holdings = Holdings([len(ids) for ids in packs])
+    holdings = holding([footer(ids, stored) for ids in packs], unreadable)
     held = {name for i, ids in enumerate(packs) if i not in unreadable for name in ids}
-    for i, ids in enumerate(packs):
-        if i not in unreadable:
-            holdings.put(i, footer(ids, stored))
-    holdings.sort()
     missing = (
         holdings.need(short_keys(b"".join(sorted(needed)))) if needed else np.empty(0, np.uint64)
     )
@@ -63,30 +72,26 @@ def test_every_needed_chunk_is_assigned_to_exactly_one_readable_pack_that_holds_
     prefixes = {name[:8] for name in needed}
     assert {name for name in held if name[:8] in prefixes} == set(found)
     assert len(missing) <= len({name[:8] for name in needed - held})
-    assert holdings.live_chunks(assigned).sum() == len(found)
-    assert (holdings.live_bytes(assigned) == stored * holdings.live_chunks(assigned)).all()
+    live = holdings.live_chunks(assigned)
+    assert sum(live) == len(found)
+    assert holdings.live_bytes(assigned) == [stored * chunks for chunks in live]
 
 
 def test_a_duplicate_stays_where_most_bytes_stay_anyway() -> None:
     a, b, c = chunk(1, 1), chunk(2, 2), chunk(3, 3)
-    holdings = Holdings([1, 3])
-    holdings.put(0, footer([a], 64))
-    holdings.put(1, footer([a, b, c], 64))
-    holdings.sort()
+    holdings = holding([footer([a], 64), footer([a, b, c], 64)])
     assert not len(holdings.need(short_keys(a + b + c)))
-    assert holdings.live_chunks(holdings.assign()).tolist() == [0, 3]
+    assert holdings.live_chunks(holdings.assign()) == [0, 3]
 
 
 def test_of_two_copies_the_base_of_a_difference_stays_though_it_is_larger() -> None:
     base, other = chunk(1, 1), chunk(2, 2)
     delta = PackEntry(other, bytes(16), 64, 8, 64, DELTA, 1, pack.TENSOR, 0)
     whole = PackEntry(base, bytes(16), 0, 64, 64, 0, 1, pack.TENSOR)
-    holdings = Holdings([1, 2])
-    holdings.put(0, footer([base], 32))
-    holdings.put(1, pack.encode_tail([whole, delta], 72, metadata=False)[1])
-    holdings.sort()
+    both = pack.encode_tail([whole, delta], 72, metadata=False)[1]
+    holdings = holding([footer([base], 32), both])
     holdings.need(short_keys(base + other))
-    assert holdings.live_chunks(holdings.assign()).tolist() == [0, 2]
+    assert holdings.live_chunks(holdings.assign()) == [0, 2]
 
 
 @given(
@@ -98,10 +103,7 @@ def test_a_copy_that_stays_is_sound_or_every_copy_stays(
 ) -> None:
     copies = [(i, row) for i, ids in enumerate(packs) for row in range(len(ids))]
     damaged = data.draw(st.sets(st.sampled_from(copies)))
-    holdings = Holdings([len(ids) for ids in packs])
-    for i, ids in enumerate(packs):
-        holdings.put(i, footer(ids, 64))
-    holdings.sort()
+    holdings = holding([footer(ids, 64) for ids in packs])
     holdings.need(short_keys(b"".join(sorted({name for ids in packs for name in ids}))))
     assigned = holdings.assign()
     while contested := holdings.contested():
@@ -165,9 +167,7 @@ def test_the_base_of_each_patch_that_stays_stays(packs: list[list[Copy]], needed
     threads = cast(Any, SimpleNamespace(spread=one_by_one))
     listed = cast(Any, [SimpleNamespace(id="", chunks=len(some)) for some in packs])
     marking = _Marking(cast(Any, None), listed, threads, silent, frozenset())
-    for i, table in enumerate(tables):
-        marking.holdings.put(i, table)
-    marking.holdings.sort()
+    marking.holdings = holding(tables)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marking, "_damaged", lambda i, rows: [])
         marking._need(b"".join(map(name_of, needed)))
@@ -186,10 +186,19 @@ def test_the_base_of_each_patch_that_stays_stays(packs: list[list[Copy]], needed
 
 
 def test_a_needed_chunk_that_no_pack_holds_is_reported() -> None:
-    holdings = Holdings([1])
-    holdings.put(0, footer([chunk(1, 1)], 64))
-    holdings.sort()
+    holdings = holding([footer([chunk(1, 1)], 64)])
     assert (
         holdings.need(short_keys(chunk(2, 2) + chunk(1, 1))).tolist()
         == short_keys(chunk(2, 2)).tolist()
     )
+
+
+def test_a_footer_that_has_changed_since_it_was_put_ends_the_mark() -> None:
+    """The whole ids of what packs share are read later: of the same chunks, or of none."""
+    both = [chunk(1, 1), chunk(2, 2)]
+    holdings = Holdings([2, 2])
+    for i in range(2):
+        holdings.put(i, footer(both, 64))
+    assert holdings.sort() == [0, 1]
+    with pytest.raises(ckptstore.Corrupt, match="has changed"):
+        holdings.tell(0, footer([chunk(1, 1), chunk(2, 3)], 64))

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,8 @@ BATCH_KEYS = 1 << 19
 
 Keys = npt.NDArray[np.uint64]
 
+_S = TypeVar("_S", bound=np.generic)
+
 _ID_WORDS = CHUNK_ID_BYTES // 8
 
 
@@ -61,28 +64,44 @@ def short_keys(ids: bytes | memoryview) -> Keys:
     return np.ascontiguousarray(np.frombuffer(ids, "<u8").reshape(-1, _ID_WORDS)[:, 0])
 
 
+def _words_of(table: FooterTable) -> npt.NDArray[np.uint64]:
+    """The chunk ids of a footer in words of 8 bytes, a row each; a view."""
+    record_words = table.dtype.itemsize // 8
+    words: npt.NDArray[np.uint64] = np.frombuffer(table, "<u8").reshape(-1, record_words)
+    return words[:, :_ID_WORDS]
+
+
 def ids_checksum(table: FooterTable) -> bytes:
     """The checksum of the ids of a footer's chunks, in order of offset."""
     return checksum(table["chunk"].tobytes())
 
 
 class Holdings:
-    """The chunks of packs that have `counts` chunks each: 46 bytes per chunk. Several threads
-    may call `put`."""
+    """The chunks of packs that have `counts` chunks each, below 2^32 in all: 19 bytes per chunk,
+    and at most 26 while they are sorted. Several threads may call `put` and `tell`.
+
+    A *row* is a chunk's position in all packs. Whole ids are kept of the rows alone whose key
+    another row has too.
+    """
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._starts = np.concatenate(([0], np.cumsum(np.array(counts, np.int64))))
-        self._ids = np.zeros((int(self._starts[-1]), _ID_WORDS), "<u8")
-        self._stored = np.zeros(len(self._ids), np.uint32)
-        self._put = np.zeros(len(counts), np.bool_)
-        self._order = np.empty(0, np.int64)
-        self._keys: Keys = np.empty(0, np.uint64)
+        chunks = int(self._starts[-1])
+        self._keys: Keys = np.zeros(chunks, np.uint64)
+        """In order of rows until they are sorted."""
+        self._order = np.empty(0, np.uint32)
+        self._stored = np.zeros(chunks, np.uint32)
         self._live = np.empty(0, np.bool_)
+        self._checksums = [b""] * len(counts)
+        self._shared: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        """The places among the sorted keys of those that several rows have."""
+        self._shared_ids = np.empty((0, _ID_WORDS), np.uint64)
+        self._shared_by_row: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._contested: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._told: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._rejected = np.zeros(len(self._ids), np.bool_)
+        self._rejected = np.zeros(chunks, np.bool_)
         self._bases: dict[int, npt.NDArray[np.uint32]] = {}
-        self._is_base = np.zeros(len(self._ids), np.bool_)
+        self._is_base = np.zeros(chunks, np.bool_)
         self._depths: dict[int, npt.NDArray[np.uint8]] = {}
         """By pack with patches, how many patches it takes to make each of its chunks."""
         self.bases_of_patches: dict[int, Keys] = {}
@@ -92,8 +111,7 @@ class Holdings:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
         count as absent."""
         rows = slice(int(self._starts[pack]), int(self._starts[pack + 1]))
-        record_words = table.dtype.itemsize // 8
-        self._ids[rows] = np.frombuffer(table, "<u8").reshape(-1, record_words)[:, :_ID_WORDS]
+        self._keys[rows] = _words_of(table)[:, 0]
         self._stored[rows] = table["stored"]
         if (is_delta := table["base"] != NO_BASE).any():
             self._bases[pack] = table["base"].copy()
@@ -102,15 +120,38 @@ class Holdings:
             self._depths[pack] = table["depth"].copy()
             keys = short_keys(bases_of(table).tobytes())
             self.bases_of_patches[pack] = keys.reshape(len(table), BASES_MAX)
-        self._put[pack] = True
+        self._checksums[pack] = ids_checksum(table)
 
-    def sort(self) -> None:
-        """Prepare for `need`, once every footer has been put."""
-        self._order = np.argsort(np.ascontiguousarray(self._ids[:, 0]))
-        if not self._put.all():
-            self._order = self._order[self._put[self._pack_of(self._order)]]
-        self._keys = self._ids[self._order, 0]
+    def sort(self) -> list[int]:
+        """Prepare for `need`, once every footer has been put. Returns the packs to `tell` of: those
+        that share keys."""
+        keys, self._keys = self._keys, np.empty(0, np.uint64)
+        order = np.argsort(keys)
+        if b"" in self._checksums:
+            is_put = np.repeat([check != b"" for check in self._checksums], np.diff(self._starts))
+            order = order[is_put[order]]
+        self._order = order.astype(np.uint32)
+        del order
+        self._keys = keys[self._order]
+        del keys
         self._live = np.zeros(len(self._keys), np.bool_)
+        first = _first_of_each(self._keys)
+        self._shared = np.flatnonzero(~(first & np.append(first[1:], True)))
+        self._shared_ids = np.empty((len(self._shared), _ID_WORDS), np.uint64)
+        rows = self._order[self._shared]
+        self._shared_by_row = np.argsort(rows)
+        packs: list[int] = np.unique(self._pack_of(rows)).tolist()
+        return packs
+
+    def tell(self, pack: int, table: FooterTable) -> None:
+        """Note the whole ids of those chunks of the pack at position `pack` that share their keys.
+        Raises `Corrupt` for another footer than was put."""
+        if ids_checksum(table) != self._checksums[pack]:
+            raise Corrupt("its footer has changed since it was read first; run `ckptstore fsck`")
+        rows = self._order[self._shared[self._shared_by_row]]
+        start, stop = np.searchsorted(rows, self._starts[pack : pack + 2])
+        own = rows[start:stop] - self._starts[pack]
+        self._shared_ids[self._shared_by_row[start:stop]] = _words_of(table)[own]
 
     def need(self, keys: Keys) -> Keys:
         """Mark chunks with these keys as live: the first of those with one key stands for all.
@@ -140,18 +181,19 @@ class Holdings:
         that in the pack with the most bytes of other live chunks, so that the others empty, unless
         rejected there; if all copies were rejected, it stays in each.
         """
-        assigned = np.zeros(len(self._ids), np.bool_)
-        first = _first_of_each(self._keys)
-        live = self._live[first][np.cumsum(first) - 1]
-        unique = first & np.append(first[1:], True)
-        assigned[self._order[live & unique]] = True
-        several = self._order[live & ~unique]
+        assigned = np.zeros(len(self._stored), np.bool_)
+        assigned[self._order[self._live]] = True
+        rows = self._order[self._shared].astype(np.int64)
+        assigned[rows] = False
+        live = self._live[np.searchsorted(self._keys, self._keys[self._shared])]
+        several, words = rows[live], self._shared_ids[live]
         if len(several):
             rank = self._preference(assigned)[self._pack_of(several)]
-            words, rejected = self._ids[several], self._rejected[several]
             stored, no_base = self._stored[several], ~self._is_base[several]
+            rejected = self._rejected[several]
+            by_id = (words[:, i] for i in range(_ID_WORDS))
             keys = (rank, stored, no_base, self._depths_of(several), rejected)
-            order = np.lexsort((*keys, *(words[:, i] for i in range(_ID_WORDS))))
+            order = np.lexsort(tuple[npt.NDArray[np.generic], ...]((*keys, *by_id)))
             several, words, rejected = several[order], words[order], rejected[order]
             first = np.concatenate(([True], (words[1:] != words[:-1]).any(axis=1)))
             all_rejected = rejected[first][np.cumsum(first) - 1]
@@ -187,42 +229,45 @@ class Holdings:
         it."""
         self._rejected[self._starts[pack] + np.array(rows, np.int64)] = True
 
-    def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> list[int]:
         """The number of chunks assigned to each pack."""
-        return np.bincount(self._pack_of(np.flatnonzero(assigned)), minlength=len(self._starts) - 1)
+        packs = range(len(self._checksums))
+        return [int(np.count_nonzero(self.of_pack(pack, assigned))) for pack in packs]
 
-    def live_bytes(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def live_bytes(self, assigned: npt.NDArray[np.bool_]) -> list[int]:
         """Stored bytes of the chunks assigned to each pack."""
-        rows = np.flatnonzero(assigned)
-        # Sums of weights are doubles: exact up to 2^53 bytes.
-        return np.bincount(self._pack_of(rows), self._stored[rows], len(self._starts) - 1).astype(
-            np.int64
-        )
+        packs = range(len(self._checksums))
+        return [
+            int(self.of_pack(pack, self._stored)[self.of_pack(pack, assigned)].sum(dtype=np.int64))
+            for pack in packs
+        ]
 
     def ids_checksum(self, pack: int) -> bytes:
-        """The checksum of the ids of the pack at position `pack`, in order of offset."""
-        rows = self._ids[self._starts[pack] : self._starts[pack + 1]]
-        return checksum(rows.data.cast("B") if len(rows) else b"")
+        """The checksum of the ids of the pack at position `pack`, in order of offset; empty if it
+        was not put."""
+        return self._checksums[pack]
 
-    def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """The part of `assigned` for the pack at position `pack`, in order of offset; a view."""
-        return assigned[self._starts[pack] : self._starts[pack + 1]]
+    def of_pack(self, pack: int, rows: npt.NDArray[_S]) -> npt.NDArray[_S]:
+        """The part of a row's values for the pack at position `pack`, in order of offset; a
+        view."""
+        return rows[self._starts[pack] : self._starts[pack + 1]]
 
     def _depths_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """How many patches it takes to make each of the chunks `rows`."""
         found, packs = np.zeros(len(rows), np.uint8), self._pack_of(rows)
-        for pack, depths in self._depths.items():
+        for pack in self._depths.keys() & set(np.unique(packs).tolist()):
             own = packs == pack
-            found[own] = depths[rows[own] - self._starts[pack]]
+            found[own] = self._depths[pack][rows[own] - self._starts[pack]]
         return found
 
-    def _pack_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _pack_of(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         return np.searchsorted(self._starts, rows, side="right") - 1
 
     def _preference(self, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """The rank of each pack: lower is better."""
         rank = np.empty(len(self._starts) - 1, np.int64)
-        rank[np.argsort(-self.live_bytes(assigned), kind="stable")] = np.arange(len(rank))
+        live_bytes = np.array(self.live_bytes(assigned), np.int64)
+        rank[np.argsort(-live_bytes, kind="stable")] = np.arange(len(rank))
         return rank
 
 
@@ -290,7 +335,7 @@ def mark(
     marking.read_footers()
     marking.read_pages(marking.read_documents(state))
     assigned, holdings = marking.assign(), marking.holdings
-    chunks, nbytes = holdings.live_chunks(assigned).tolist(), holdings.live_bytes(assigned).tolist()
+    chunks, nbytes = holdings.live_chunks(assigned), holdings.live_bytes(assigned)
     uses = tuple(
         PackUse(
             number,
@@ -339,7 +384,14 @@ class _Marking:
             counter.add()
 
         self._threads.spread(read, range(len(self._packs)))
-        self.holdings.sort()
+        self._threads.spread(self._tell, self.holdings.sort())
+
+    def _tell(self, i: int) -> None:
+        """Read a footer again, for its whole ids: few packs share chunks with others."""
+        known = self.tables[i]
+        self.holdings.tell(
+            i, footers.read_table(self._storage, self._packs[i]) if known is None else known
+        )
 
     def read_documents(self, state: State) -> dict[ChunkId, CommitId]:
         """Every page that a commit needs, and one of those commits."""
