@@ -38,8 +38,9 @@ HOLDING = [
     Scope(wants=("c",), patching=True, undeleting=False),
     Scope(wants=("b",), patching=True, duplicate=True, undeleting=False),
     Scope(wants=("b",), patching=True, batching=True, undeleting=False),
-    Scope(wants=("c",), mixed=True),
-    Scope(wants=("c", "b"), mixed=True, forgetting=False),
+    Scope(wants=(), mixed=True),
+    Scope(wants=("b",), mixed=True, undeleting=False),
+    Scope(wants=("c",), mixed=True, undeleting=False),
 ]
 HOLDING_LONG = [
     Scope(),
@@ -67,6 +68,8 @@ HOLDING_LONG = [
     Scope(wants=("b",), thinning=True, sending=True, undeleting=False),
     Scope(wants=("c",), patching=True),
     Scope(wants=("b", "c"), patching=True, undeleting=False),
+    Scope(wants=("c",), mixed=True),
+    Scope(wants=("c", "b"), mixed=True, forgetting=False),
     Scope(wants=("c", "b"), mixed=True, undeleting=False),
     Scope(wants=("b",), patching=True, copies=2),
     Scope(wants=("c",), patching=True, duplicate=True, gcs=2, undeleting=False),
