@@ -285,10 +285,17 @@ def push(report: Report, source: str, target: str, batch_bytes: int) -> None:
 
 
 def churn(
-    report: Report, place: str, me: int, everybody: int, seed: int, seconds: float, cache: str = ""
+    report: Report,
+    place: str,
+    me: int,
+    everybody: int,
+    seed: int,
+    seconds: float,
+    rounds: int = sys.maxsize,
+    cache: str = "",
 ) -> None:
-    """Commit, restore, forget and collect until time is up, in a run of one's own, on a host whose
-    cache directory is `cache` if given; says how long each wait for others took.
+    """Commit, restore, forget and collect for `rounds`, or until time is up, in a run of one's own,
+    on a host whose cache directory is `cache` if given; says how long each wait for others took.
 
     Retained are the commits that bear a tag `keep-…`, which nobody removes: whoever finds one
     restores it.
@@ -303,7 +310,9 @@ def churn(
     ) as store:
         step = me
         _commit(store, step, report, keep=True)
-        while time.monotonic() < deadline:
+        for _ in range(rounds):
+            if time.monotonic() > deadline:
+                break
             what = random.choices(
                 ["commit", "restore", "forget", "gc", "retag"], [45, 30, 10, 8, 7]
             )[0]
