@@ -106,6 +106,10 @@ LONGEST = (
 """These, parts and pages, come first: were one of them the last, the other workers would wait for
 it."""
 
+OBJECTS_BETWEEN_COLLECTIONS = 7_000
+"""Ten times Python's own. Of the processor time of 24 tests of mirrors, collections took 0.6 s of 13
+with 700, and 0.2 s with this. They still come at any line of ours."""
+
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.register_profile(
     "soak",
@@ -122,6 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(SEED)
     config.pluginmanager.register(Showing(config))
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     folders = [str(Path(guard.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     os.environ.pop(
