@@ -107,7 +107,7 @@ LONGEST = (
 it."""
 
 OBJECTS_BETWEEN_COLLECTIONS = 7_000
-"""Ten times Python's own. Of the processor time of 24 tests of mirrors, collections took 0.6 s of 13
+"""Ten times Python's own. Of the CPU time of 24 tests of mirrors, collections took 0.6 s of 13 s
 with 700, and 0.2 s with this. They still come at any line of ours."""
 
 settings.register_profile("default", deadline=None, print_blob=True)

@@ -1,9 +1,9 @@
 """Rank processes that live for the whole test session and run tasks: importing torch takes longer
 than most tests.
 
-The first rank of a pool is a fresh Python process. The others are forked from a process that has
-imported what ranks need, shared by all pools. So the coordinator's imports and its set iteration
-order differ from the others', as in a real job.
+The first rank of a pool is forked from a process that has imported torch alone. The others are
+forked from one that has imported what ranks need. Both are shared by all pools. So the
+coordinator's imports and its set iteration order differ from the others', as in a real job.
 """
 
 import faulthandler
@@ -14,8 +14,11 @@ import shutil
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -64,24 +67,24 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ckptstore-ranks-")
-        alone, forked = (
-            multiprocessing.get_context("spawn"),
-            multiprocessing.get_context("forkserver"),
-        )
+        forked = multiprocessing.get_context("forkserver")
         # The fork server passes over a module that it does not find.
         assert all(map(find_spec, IMPORTED)), IMPORTED
         forked.set_forkserver_preload(IMPORTED)
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         for rank in range(self.size):
-            context = forked if rank else alone
-            ours, theirs = context.Pipe()
-            process: Any = context.Process(
+            ours, theirs = forked.Pipe()
+            process: Any = forked.Process(
                 target=_serve,
                 args=(theirs, rank, self.size, Path(self._folder) / "store"),
                 daemon=True,
             )
-            process.start()
+            if rank:
+                process.start()
+            else:
+                with _server_of_coordinators():
+                    process.start()
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
@@ -138,6 +141,25 @@ class Pool:
                 process.kill()
                 process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@cache
+def _coordinators() -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["torch.distributed"])
+    return server
+
+
+@contextmanager
+def _server_of_coordinators() -> Iterator[None]:
+    """A process that starts within is forked from the server of first ranks. multiprocessing has
+    one server, which it asks by this function."""
+    connect = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _coordinators().connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = connect
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: Path) -> None:
