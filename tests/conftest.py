@@ -59,6 +59,7 @@ ON_DISK = (
 TOGETHER = {
     "ranks": (
         "tests/distributed/",
+        "tests/interop/test_dcp_redirect.py",
         "tests/interop/torchft/test_replicas.py",
         "tests/net/test_ranks.py",
     ),
