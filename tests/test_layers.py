@@ -45,7 +45,10 @@ DOORS = {
     ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
-    "maintenance_api": ("plugins.analysis.history", "plugins.engine.on"),
+    "maintenance_api": (
+        *("plugins.analysis.history", "plugins.engine.on", "plugins.reports.doctor"),
+        *("plugins.reports.forecast", "plugins.reports.usage"),
+    ),
     "internals": ("plugins.analysis.measurements",),
     "index": ("plugins.postgres.database", "plugins.postgres.log"),
     "repository.store_handle": ("plugins.postgres.database",),
@@ -57,6 +60,7 @@ DOORS = {
         *("interop.formats", "interop.formats.exports", "interop.formats.new_files"),
         *("plugins.engine.consolidated", "plugins.engine.work"),
     ),
+    "cli.show": ("plugins.reports.usage",),
     "cli.call": ("plugins.engine.ray_executor",),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
@@ -68,7 +72,7 @@ BESIDE = {
     "trainers": ("adopt", "formats"),
     "trackers": ("adopt", "formats", "trainers"),
     "torch_checkpointing": ("adopt",),
-    "ui": ("adopt", "analysis", "parsers"),
+    "ui": ("adopt", "analysis", "parsers", "reports"),
     "follow": ("formats",),
     "engine": ("adopt", "formats", "parsers"),
 }

@@ -544,7 +544,9 @@ COMMANDS = (
     ),
     Operation("reindex", "cli.maintain.reindex", "rebuild this host's catalog and chunk index"),
     Operation(
-        "doctor", "cli.maintain.doctor", "test the storage, and check the space for the next commit"
+        "doctor",
+        "plugins.reports.commands.doctor",
+        "test the storage, and check the space for the next commit",
     ),
     Operation(
         "push",

@@ -39,7 +39,7 @@ from ckptstore.state.leaf_sources import pickled_paths
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.retention import Policy
-    from ckptstore.maintenance.usage import CommitUsage
+    from ckptstore.plugins.reports.usage import CommitUsage
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def show(call: Call) -> Answer:
 
 def _usage(call: Call, store: StoreHandle, info: CommitInfo) -> "CommitUsage | None":
     """Exclusive and shared bytes. Any other damaged commit can prevent this."""
-    from ckptstore.maintenance.usage import usage
+    from ckptstore.plugins.reports.usage import usage
 
     with call.screen.progress("looking at what other commits share"):
         found = usage(store, detail=[info.id])
@@ -229,7 +229,7 @@ def _known(queries: Queries, commit: CommitId) -> str:
 
 def stats(call: Call) -> Answer:
     from ckptstore.cli.policies import policies_of
-    from ckptstore.maintenance.usage import usage
+    from ckptstore.plugins.reports.usage import usage
 
     policies = policies_of(call.args)
     if call.args.what_if or call.args.compact or policies:

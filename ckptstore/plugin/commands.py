@@ -1,6 +1,6 @@
 """A command of `ckptstore`: its call, its answer, and the words for commits."""
 
-from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
+from ckptstore.cli.call import VARIABLE, Answer, Call, Exit, UsageError
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.commits import (
     commit_document,

@@ -2,6 +2,7 @@
 
 from ckptstore.log.resolve import Resolved, resolve
 from ckptstore.log.state import State
+from ckptstore.repository.footers import read_table
 from ckptstore.repository.init_store import read_config
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, is_path
 from ckptstore.repository.store_handle import StoreHandle

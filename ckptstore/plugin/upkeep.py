@@ -7,7 +7,11 @@ from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard,
 from ckptstore.maintenance.check.data import Spread, load_record
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import OfflineStore, offline_store_of
+from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.disk_space import (
+    COMMITS_AHEAD,
+    MAKE_ROOM,
+    DiskRoom,
     DiskWatch,
     expected_bytes,
     free_bytes,
@@ -18,11 +22,13 @@ from ckptstore.maintenance.disk_space import (
 from ckptstore.maintenance.forget import (
     forget_by_policy,
     forget_commits,
+    plan_retention,
     remove_tags,
     set_tag,
     undelete,
 )
 from ckptstore.maintenance.gc import GcOptions, collect
+from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror_plan import all_commits, plan_between
 from ckptstore.maintenance.retention import (
@@ -31,4 +37,3 @@ from ckptstore.maintenance.retention import (
     KeepSince,
     Policy,
 )
-from ckptstore.maintenance.usage import usage
