@@ -41,7 +41,7 @@ from its own room and from lower ones. `plugin` is the surface, and `plugins` ar
 DOORS = {
     "store": (
         *("plugins.adopt.adoption", "plugins.signing.signatures"),
-        "plugins.follow.follower",
+        *("plugins.follow.follower", "plugins.reports.difference"),
     ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
@@ -60,7 +60,6 @@ DOORS = {
         *("interop.formats", "interop.formats.exports", "interop.formats.new_files"),
         *("plugins.engine.consolidated", "plugins.engine.work"),
     ),
-    "cli.show": ("plugins.reports.usage",),
     "cli.call": ("plugins.engine.ray_executor",),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
@@ -70,8 +69,9 @@ BESIDE = {
     "adopt": ("parsers",),
     "formats": ("adopt", "parsers", "torchsnapshot"),
     "trainers": ("adopt", "formats"),
-    "trackers": ("adopt", "formats", "trainers"),
+    "trackers": ("adopt", "formats", "trainers", "reports"),
     "torch_checkpointing": ("adopt",),
+    "analysis": ("reports",),
     "ui": ("adopt", "analysis", "parsers", "reports"),
     "follow": ("formats",),
     "engine": ("adopt", "formats", "parsers"),

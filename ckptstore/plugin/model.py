@@ -40,6 +40,7 @@ from ckptstore.core.ids import (
 from ckptstore.core.model import (
     INLINE_BYTES,
     NO_BASE,
+    SHARED,
     Box,
     CommitDocument,
     CommitInfo,

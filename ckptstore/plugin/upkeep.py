@@ -1,6 +1,6 @@
 """Look after a store: policies, gc, disks, and what its index knows."""
 
-from ckptstore.index.queries import PackInfo, TagInfo, Totals
+from ckptstore.index.queries import TagInfo, Totals
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard, parse_share
@@ -8,6 +8,7 @@ from ckptstore.maintenance.check.data import Spread, load_record
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import OfflineStore, offline_store_of
 from ckptstore.maintenance.check.trees import metadata_of, read_document
+from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.disk_space import (
     COMMITS_AHEAD,
     MAKE_ROOM,

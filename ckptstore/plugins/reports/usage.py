@@ -25,8 +25,9 @@ from ckptstore.plugin.encoding import (
     bases_of,
     decode_page,
 )
-from ckptstore.plugin.handles import StoreHandle, read_table
+from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import NO_BASE, ChunkId, CommitId
+from ckptstore.plugin.reading import read_table
 from ckptstore.plugin.text import bytes_text
 from ckptstore.plugin.upkeep import Progress, metadata_of, read_document, short_keys, silent
 
