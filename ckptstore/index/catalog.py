@@ -42,7 +42,7 @@ from ckptstore.index.catalog_sqlite import (
 )
 from ckptstore.index.queries import Queries, Rows
 from ckptstore.index.tables import CREATE
-from ckptstore.log.entries import Entry, Position, kind_of
+from ckptstore.log.entries import Entry, Position
 from ckptstore.log.state import State
 
 P = ParamSpec("P")
@@ -53,11 +53,6 @@ UNUSABLE = (sqlite3.Error, ValueError)
 """
 
 _REVISION = re.compile(r"\d{4}")
-
-
-class Unfoldable(Corrupt):
-    """An entry that the log admitted cannot be written into the tables: a fault of this program.
-    The log answers instead."""
 
 
 class Catalog:
@@ -85,34 +80,6 @@ class Catalog:
         """An empty catalog in memory."""
         return cls(None, store)
 
-    @classmethod
-    def of_entries(cls, store: StoreId, entries: Iterable[Entry]) -> "Catalog":
-        """A catalog in memory of a whole log.
-
-        Raises `Unfoldable` for an entry that does not fold.
-        """
-        catalog, remaining = cls.temporary(store), iter(entries)
-        while part := list(islice(remaining, _SLICE)):
-            with catalog.using():
-                connection = catalog._opened().connection
-                try:
-                    with _transaction(connection) as tables:
-                        fold_entries(tables, part)
-                except UNUSABLE:
-                    for entry in part:
-                        _fold_alone(connection, entry)
-        return catalog
-
-    @classmethod
-    def of_state(cls, state: State, entries: Iterable[Entry]) -> "Catalog":
-        """A catalog in memory of a state and the entries up to it. Needs no fold, so it can answer
-        if folding fails."""
-        catalog = cls.temporary(state.store)
-        led_to_it = list(takewhile(lambda entry: entry.n <= state.n, entries))
-        with catalog.using(), _transaction(catalog._opened().connection) as tables:
-            fold_state(tables, state, led_to_it)
-        return catalog
-
     def position(self) -> Position:
         """The last folded entry. Later entries can be folded next."""
         return self.queries().position()
@@ -137,6 +104,12 @@ class Catalog:
             if not self._write(fold_entries, part):
                 return False
         return True
+
+    def fill(self, state: State, entries: Iterable[Entry]) -> bool:
+        """Write `state` and the entries up to it into empty tables. Needs no fold, so it works if
+        folding fails. False as `fold`."""
+        led_to_it = list(takewhile(lambda entry: entry.n <= state.n, entries))
+        return self._write(fold_state, state, led_to_it)
 
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and that were not added yet."""
@@ -229,18 +202,6 @@ class Catalog:
 
 _abandoned: "list[CatalogFile]" = []
 """Connections of the parent process, never closed here."""
-
-
-def _fold_alone(connection: sqlite3.Connection, entry: Entry) -> None:
-    try:
-        with _transaction(connection) as tables:
-            fold_entries(tables, [entry])
-    except UNUSABLE as error:
-        raise Unfoldable(
-            f"entry {entry.n} of the log ({kind_of(entry.body)}) does not fold into the catalog: "
-            f"{error}; the log and the commits are sound, and listings are made from the "
-            "log, which takes longer: please report it with the output of `ckptstore fsck`"
-        ) from error
 
 
 @contextmanager
