@@ -305,29 +305,6 @@ def _is_shared_by(shared: Tree, keys: Sequence[str]) -> bool:
     return {*keys} == {*(node.keys or ())}
 
 
-def differing(
-    before: CommitContents, after: CommitContents, *, by_key: bool = False
-) -> tuple[Trees, Trees]:
-    """The trees of two commits that are to be compared: with what is below those plain leaves that
-    differ. Keys that share a tree are in one, unless `by_key`."""
-    old, new = (each.stored_trees if by_key else each.joined_trees for each in (before, after))
-    one, other = _plain_contents(old), _plain_contents(new)
-    whole = {path for path, content in one.items() if other.get(path, "") == content}
-    whole |= {path for found in (one, other) for path in found if found[path] is None}
-    return before.below_all_but(whole, old), after.below_all_but(whole, new)
-
-
-def _plain_contents(trees: Trees) -> dict[str, object]:
-    """The contents of plain leaves by their paths; None of those that are gone."""
-    return {
-        tree.schema.paths[i]: tree.content_key(i)
-        for tree in trees.values()
-        if "plain" in tree.schema.kinds
-        for i, kind in enumerate(tree.schema.kinds)
-        if kind == "plain"
-    }
-
-
 def contents_at(
     handle: StoreHandle, reader: Reader, found: Resolved | CommitInfo
 ) -> CommitContents:

@@ -20,8 +20,6 @@ from ckptstore.maintenance.check.indexes import Reindexed, reindex
 from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.compact import DEFAULT, CompactReport, compact, remember
 from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
-from ckptstore.maintenance.doctor import Check, doctor
-from ckptstore.maintenance.forecast import Forecast, forecast
 from ckptstore.maintenance.forget import (
     find_forgotten,
     forget_by_policy,
@@ -36,8 +34,10 @@ from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
-from ckptstore.maintenance.usage import Usage, usage
 from ckptstore.plugins.analysis.history import History, history
+from ckptstore.plugins.reports.doctor import Check, doctor
+from ckptstore.plugins.reports.forecast import Forecast, forecast
+from ckptstore.plugins.reports.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool

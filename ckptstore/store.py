@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self, get_args
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.outages import Health
 from ckptstore.commit.schedule import Schedule, rule_of
-from ckptstore.contents import differing
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
@@ -28,10 +27,10 @@ from ckptstore.maintenance_api import Maintenance
 from ckptstore.peers import agreed_schedule, collective_of
 from ckptstore.plugins.adopt.adoption import adopt
 from ckptstore.plugins.follow.follower import Follower, FollowOptions, OnCommit
+from ckptstore.plugins.reports.difference import Difference, compare, differing
 from ckptstore.plugins.signing import signatures
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.diff import Difference, compare
 from ckptstore.restore.reader import Reader
 from ckptstore.restore.restore import RestoreOptions, Select, check_whole, keys_of
 from ckptstore.resuming import has_all_of

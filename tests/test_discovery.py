@@ -342,7 +342,7 @@ def test_another_user_plants_a_store_and_a_third_is_not_captured(tmp_path: Path)
         def as_user(uid: int, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
             # Imported before the user changes: the interpreter's own files may be root's alone.
             code = (
-                "import ckptstore.cli.main, ckptstore.cli.setup, ckptstore.cli.log, "
+                "import ckptstore.cli.main, ckptstore.cli.setup, ckptstore.plugins.reports.log, "
                 f"ckptstore.store, ckptstore.maintenance.check.offline_store; {script}"
             )
             command = [sys.executable, "-c", code, repr(sys.path), str(uid), *words]

@@ -41,11 +41,14 @@ from its own room and from lower ones. `plugin` is the surface, and `plugins` ar
 DOORS = {
     "store": (
         *("plugins.adopt.adoption", "plugins.signing.signatures"),
-        "plugins.follow.follower",
+        *("plugins.follow.follower", "plugins.reports.difference"),
     ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
-    "maintenance_api": ("plugins.analysis.history", "plugins.engine.on"),
+    "maintenance_api": (
+        *("plugins.analysis.history", "plugins.engine.on", "plugins.reports.doctor"),
+        *("plugins.reports.forecast", "plugins.reports.usage"),
+    ),
     "internals": ("plugins.analysis.measurements",),
     "index": ("plugins.postgres.database", "plugins.postgres.log"),
     "repository.store_handle": ("plugins.postgres.database",),
@@ -66,9 +69,10 @@ BESIDE = {
     "adopt": ("parsers",),
     "formats": ("adopt", "parsers", "torchsnapshot"),
     "trainers": ("adopt", "formats"),
-    "trackers": ("adopt", "formats", "trainers"),
+    "trackers": ("adopt", "formats", "trainers", "reports"),
     "torch_checkpointing": ("adopt",),
-    "ui": ("adopt", "analysis", "parsers"),
+    "analysis": ("reports",),
+    "ui": ("adopt", "analysis", "parsers", "reports"),
     "follow": ("formats",),
     "engine": ("adopt", "formats", "parsers"),
 }

@@ -113,7 +113,7 @@ COMMANDS = (
     ),
     Operation(
         "log",
-        "cli.log.log",
+        "plugins.reports.log.log",
         "list commits, newest first",
         (
             Option("-n", "N", "list at most N commits", dest="limit"),
@@ -144,7 +144,7 @@ COMMANDS = (
     ),
     Operation(
         "show",
-        "cli.show.show",
+        "plugins.reports.show.show",
         "show everything about a commit",
         (
             _REF,
@@ -154,7 +154,7 @@ COMMANDS = (
     ),
     Operation(
         "ls",
-        "cli.ls.ls",
+        "plugins.reports.ls.ls",
         "list the leaves of a commit",
         (
             _REF,
@@ -173,7 +173,7 @@ COMMANDS = (
     ),
     Operation(
         "diff",
-        "cli.diff.diff",
+        "plugins.reports.diff.diff",
         "compare two commits",
         (
             Option("a", "A", "the older commit"),
@@ -345,7 +345,7 @@ COMMANDS = (
     ),
     Operation(
         "tag",
-        "cli.log.tag",
+        "cli.tag.tag",
         "list, set, rename or remove tags",
         (
             Option("name?", "NAME", "the tag to set, move or rename"),
@@ -366,7 +366,7 @@ COMMANDS = (
     ),
     Operation(
         "stats",
-        "cli.show.stats",
+        "plugins.reports.show.stats",
         "show the size of the store and its largest commits",
         (
             Option(
@@ -544,7 +544,9 @@ COMMANDS = (
     ),
     Operation("reindex", "cli.maintain.reindex", "rebuild this host's catalog and chunk index"),
     Operation(
-        "doctor", "cli.maintain.doctor", "test the storage, and check the space for the next commit"
+        "doctor",
+        "plugins.reports.commands.doctor",
+        "test the storage, and check the space for the next commit",
     ),
     Operation(
         "push",

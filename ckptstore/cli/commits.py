@@ -2,36 +2,26 @@
 how they write it."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.cli.call import Call
 from ckptstore.cli.screen import fields_of
 from ckptstore.core.config import StoreConfig
-from ckptstore.core.geometry import nbytes_of
 from ckptstore.core.ids import CommitId, document_key, parse_chunk_id
 from ckptstore.core.model import CommitDocument, CommitInfo, Schema
 from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
-from ckptstore.errors import Corrupt, NotFound
 from ckptstore.index.queries import Queries
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.resolve_ref import find_commit, find_id, trained_last
+from ckptstore.repository.resolve_ref import find_commit, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.restore.reader import Reader
     from ckptstore.snapshot import Snapshot
 
-T = TypeVar("T")
-
-FOLD_ABOVE = 40
-"""Terminals fold more lines than this."""
-READERS = 16
-"""Documents that are read from a bucket at once."""
-
 _STEP = re.compile(r"[0-9]{1,18}(?=~|$)")
-_NUMBER = re.compile(r"(?<![^./_])[0-9]+(?![^./_])")
 
 
 def short(commit: CommitId) -> str:
@@ -47,14 +37,6 @@ def step_text(info: CommitInfo) -> str:
 def commit_text(info: CommitInfo) -> str:
     """`8f3a1c9e02b7 (step 100) of run main`."""
     return f"{step_text(info)} of run {info.run}"
-
-
-def find_info(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
-    """The commit that `ref` names, for a listing."""
-    queries = store.queries()
-    info = queries.commit(find_id(store, queries, ref, call.args.run))
-    tell_run(call, queries, ref)
-    return info
 
 
 def find_proven(call: Call, store: StoreHandle, ref: str) -> CommitInfo:
@@ -121,20 +103,11 @@ def document_of(store: StoreHandle, info: CommitInfo) -> CommitDocument:
     return decode_document(store.storage.read(document_key(info.session, info.id)), info.id)
 
 
-def links_of(
-    call: Call, store: StoreHandle, commits: Sequence[CommitInfo]
-) -> dict[CommitId, dict[str, str] | None]:
-    """The links of each commit, from its document; None where damage hides them."""
-    links: dict[CommitId, dict[str, str] | None] = {}
+def reader_of(call: Call, store: StoreHandle, threads: int = 1) -> "Reader":
+    """A reader of commits, for the rest of the call."""
+    from ckptstore.restore.reader import Reader
 
-    def read(info: CommitInfo) -> None:
-        try:
-            links[info.id] = dict(document_of(store, info).links)
-        except (Corrupt, NotFound):
-            links[info.id] = None
-
-    call.threads(READERS if store.storage.capabilities.slow_requests else 1).spread(read, commits)
-    return links
+    return Reader(store.config, store.objects, call.threads(threads))
 
 
 def schemas_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[str, Schema]:
@@ -145,43 +118,3 @@ def schemas_of(store: StoreHandle, queries: Queries, info: CommitInfo) -> dict[s
         or decode_schema(store.objects.read_metadata(parse_chunk_id(schema)))
         for name, schema in sorted(info.schemas.items())
     }
-
-
-def tensor_bytes(schema: Schema, leaf: int) -> int | None:
-    """Raw bytes of a tensor, 0 if it shares memory with an earlier leaf; None for other leaves,
-    whose size the schema does not have."""
-    if schema.aliases[leaf] >= 0:
-        return 0
-    is_tensor = schema.kinds[leaf] == "tensor"
-    return nbytes_of(schema.dtypes[leaf], schema.shapes[leaf]) if is_tensor else None
-
-
-def reader_of(call: Call, store: StoreHandle, threads: int = 1) -> "Reader":
-    """A reader of commits, for the rest of the call."""
-    from ckptstore.restore.reader import Reader
-
-    return Reader(store.config, store.objects, call.threads(threads))
-
-
-def is_folded(call: Call, rows: int, *, unless: bool = False) -> bool:
-    """Whether to fold so many leaves: as asked, else if there are too many for a terminal."""
-    if call.args.fold is not None:
-        return bool(call.args.fold)
-    return call.screen.terminal is not None and rows > FOLD_ABOVE and not unless
-
-
-def fold(items: Iterable[T], key: Callable[[T], tuple[str, object]]) -> list[tuple[str, list[T]]]:
-    """Group items whose paths differ only in numbers, in the order of each group's first. The
-    pattern of a group is a glob for `ls`.
-
-    `key` gives an item's path, and a value that must be equal within a group. A group of one keeps
-    its path.
-    """
-    groups: dict[tuple[str, object], list[T]] = {}
-    for item in items:
-        path, kind = key(item)
-        groups.setdefault((_NUMBER.sub("*", path), kind), []).append(item)
-    return [
-        (pattern if len(group) > 1 else key(group[0])[0], group)
-        for (pattern, _), group in groups.items()
-    ]

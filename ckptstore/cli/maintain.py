@@ -1,5 +1,5 @@
-"""`ckptstore forget`, `undelete`, `gc`, `compact`, `sessions`, `fsck`, `repair`, `reindex`,
-`doctor`: maintain a store; `push`, `pull`, `clone`, `import`, `export`: commits to and from other
+"""`ckptstore forget`, `undelete`, `gc`, `compact`, `sessions`, `fsck`, `repair`, `reindex`:
+maintain a store; `push`, `pull`, `clone`, `import`, `export`: commits to and from other
 stores and formats.
 """
 
@@ -29,7 +29,6 @@ from ckptstore.maintenance.check import (
 )
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.compact.plan import CompactPolicy
-from ckptstore.maintenance.doctor import Verdict
 from ckptstore.maintenance.forget import all_forgotten, carry_out
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
@@ -274,15 +273,6 @@ def reindex(call: Call) -> Answer:
         [lost] if done.unreadable else [],
         Exit.DAMAGED if done.unreadable else Exit.OK,
     )
-
-
-def doctor(call: Call) -> Answer:
-    checks = call.carry_out(Maintenance.doctor, call.open(), "testing the storage")
-    rows = [(check.name, check.verdict, check.seen) for check in checks]
-    table = Table(columns("check", "verdict", "seen"), rows)
-    advice = [f"{check.name}: {check.next}" for check in checks if check.next]
-    failed = any(check.verdict is Verdict.FAILED for check in checks)
-    return Answer({"checks": checks}, [table, *advice], code=Exit.FAILED if failed else Exit.OK)
 
 
 def push(call: Call) -> Answer:

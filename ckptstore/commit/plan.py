@@ -128,14 +128,6 @@ class CommitPlan:
     logical_bytes: int
 
 
-def plan_commit(
-    leaves: Sequence[Extent], chunk_bytes: int, run_bytes: int = RUN_BYTES
-) -> CommitPlan:
-    """The plan for whole leaves, in order. A run holds at most `run_bytes`, or one chunk; a small
-    memory budget asks for shorter runs."""
-    return plan_chunks(leaves, chunk_bytes, run_bytes, inline=_inline(leaves))
-
-
 def plan_chunks(
     parts: Sequence[Extent],
     chunk_bytes: int,
@@ -144,7 +136,8 @@ def plan_chunks(
     inline: tuple[int, ...] = (),
 ) -> CommitPlan:
     """The plan for parts of leaves, in order: all are stored as chunks, even small ones, but for
-    those whose numbers are `inline`."""
+    those whose numbers are `inline`. A run holds at most `run_bytes`, or one chunk; a small memory
+    budget asks for shorter runs."""
     pages = frozenset(inline)
     planned = tuple(_part(i, part, chunk_bytes) for i, part in enumerate(parts) if i not in pages)
     return CommitPlan(

@@ -2,10 +2,11 @@
 
 * A signal handler runs between any two steps of the thread that it interrupts. If that thread is
 within a call of this package, the handler's own call could wait for a lock that its own thread
-holds, or see a state that is half changed. So the handler's call is refused. * A text is never
-true: `maximize="min"` would maximize. Parameters that are annotated as booleans take booleans
-alone. * A call that looks at the history waits for this object's own commits in flight, unless it
-is marked by `beside_commits`.
+holds, or see a state that is half changed. So the handler's call is refused.
+* A text is never true: `maximize="min"` would maximize. Parameters that are annotated as booleans
+take booleans alone.
+* A call that looks at the history waits for this object's own commits in flight, unless it is
+marked by `beside_commits`.
 """
 
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from inspect import Parameter, signature
 from types import FrameType, FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ckptstore.errors import InvalidInput
 
@@ -27,18 +28,14 @@ _VARIADIC = 0x04
 """`inspect.CO_VARARGS`"""
 
 
-class _Waits(Protocol):
-    def _settle(self) -> None:
-        """Wait for the commits in flight; raise a failure that nobody has seen."""
-
-
 def public_methods(kind: C) -> C:
     """Check the entries of all public methods that the class itself defines."""
     return _checked_methods(kind, waits=False)
 
 
 def public_methods_of_store(kind: C) -> C:
-    """`public_methods`, which also call `_settle` first, except those `beside_commits`."""
+    """`public_methods`, which also call `_settle` first, except those `beside_commits`: it waits
+    for the commits in flight, and raises a failure that nobody has seen."""
     return _checked_methods(kind, waits=True)
 
 

@@ -41,7 +41,8 @@ from ckptstore.index.catalog_sqlite import (
     remove,
 )
 from ckptstore.index.queries import Queries, Rows
-from ckptstore.log.entries import Entry, Position, kind_of
+from ckptstore.index.tables import CREATE
+from ckptstore.log.entries import Entry, Position
 from ckptstore.log.state import State
 
 P = ParamSpec("P")
@@ -52,11 +53,6 @@ UNUSABLE = (sqlite3.Error, ValueError)
 """
 
 _REVISION = re.compile(r"\d{4}")
-
-
-class Unfoldable(Corrupt):
-    """An entry that the log admitted cannot be written into the tables: a fault of this program.
-    The log answers instead."""
 
 
 class Catalog:
@@ -84,34 +80,6 @@ class Catalog:
         """An empty catalog in memory."""
         return cls(None, store)
 
-    @classmethod
-    def of_entries(cls, store: StoreId, entries: Iterable[Entry]) -> "Catalog":
-        """A catalog in memory of a whole log.
-
-        Raises `Unfoldable` for an entry that does not fold.
-        """
-        catalog, remaining = cls.temporary(store), iter(entries)
-        while part := list(islice(remaining, _SLICE)):
-            with catalog.using():
-                connection = catalog._opened().connection
-                try:
-                    with _transaction(connection) as tables:
-                        fold_entries(tables, part)
-                except UNUSABLE:
-                    for entry in part:
-                        _fold_alone(connection, entry)
-        return catalog
-
-    @classmethod
-    def of_state(cls, state: State, entries: Iterable[Entry]) -> "Catalog":
-        """A catalog in memory of a state and the entries up to it. Needs no fold, so it can answer
-        if folding fails."""
-        catalog = cls.temporary(state.store)
-        led_to_it = list(takewhile(lambda entry: entry.n <= state.n, entries))
-        with catalog.using(), _transaction(catalog._opened().connection) as tables:
-            fold_state(tables, state, led_to_it)
-        return catalog
-
     def position(self) -> Position:
         """The last folded entry. Later entries can be folded next."""
         return self.queries().position()
@@ -136,6 +104,12 @@ class Catalog:
             if not self._write(fold_entries, part):
                 return False
         return True
+
+    def fill(self, state: State, entries: Iterable[Entry]) -> bool:
+        """Write `state` and the entries up to it into empty tables. Needs no fold, so it works if
+        folding fails. False as `fold`."""
+        led_to_it = list(takewhile(lambda entry: entry.n <= state.n, entries))
+        return self._write(fold_state, state, led_to_it)
 
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and that were not added yet."""
@@ -228,18 +202,6 @@ class Catalog:
 
 _abandoned: "list[CatalogFile]" = []
 """Connections of the parent process, never closed here."""
-
-
-def _fold_alone(connection: sqlite3.Connection, entry: Entry) -> None:
-    try:
-        with _transaction(connection) as tables:
-            fold_entries(tables, [entry])
-    except UNUSABLE as error:
-        raise Unfoldable(
-            f"entry {entry.n} of the log ({kind_of(entry.body)}) does not fold into the catalog: "
-            f"{error}; the log and the commits are sound, and listings are made from the "
-            "log, which takes longer: please report it with the output of `ckptstore fsck`"
-        ) from error
 
 
 @contextmanager
@@ -393,108 +355,3 @@ def make_tables(connection: sqlite3.Connection, store: StoreId) -> None:
     for statement in CREATE.split(";"):
         connection.execute(statement)
     stamp(SqliteTables(connection), store)
-
-
-CREATE = """\
-CREATE TABLE alembic_version (
-    version_num VARCHAR(32) NOT NULL,
-    CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
-);
-CREATE TABLE commit_trees (
-    n INTEGER NOT NULL,
-    "key" TEXT NOT NULL,
-    schema BIGINT NOT NULL,
-    PRIMARY KEY (n, "key")
-)
- WITHOUT ROWID;
-CREATE INDEX ix_commit_trees_schema ON commit_trees (schema);
-CREATE TABLE commits (
-    n INTEGER NOT NULL,
-    id VARCHAR(64) NOT NULL,
-    content VARCHAR(64) NOT NULL,
-    session VARCHAR(24) NOT NULL,
-    run TEXT NOT NULL,
-    step BIGINT,
-    message TEXT NOT NULL,
-    time_ns BIGINT NOT NULL,
-    logical_bytes BIGINT NOT NULL,
-    new_bytes BIGINT NOT NULL,
-    leaves BIGINT NOT NULL,
-    forgotten BIGINT DEFAULT 0 NOT NULL,
-    place BIGINT DEFAULT 0 NOT NULL,
-    thinned TEXT DEFAULT '[]' NOT NULL,
-    lossy TEXT DEFAULT '[]' NOT NULL,
-    PRIMARY KEY (n),
-    UNIQUE (id)
-);
-CREATE INDEX commits_by_age ON commits (place, n);
-CREATE INDEX commits_by_run ON commits (run, place, n);
-CREATE INDEX commits_by_step ON commits (run, step, place);
-CREATE TABLE entries (
-    n INTEGER NOT NULL,
-    data BLOB NOT NULL,
-    PRIMARY KEY (n)
-);
-CREATE TABLE metrics (
-    n INTEGER NOT NULL,
-    name TEXT NOT NULL,
-    value DOUBLE,
-    PRIMARY KEY (n, name)
-)
- WITHOUT ROWID;
-CREATE INDEX metrics_by_value ON metrics (name, value, n);
-CREATE TABLE packs (
-    number INTEGER NOT NULL,
-    id TEXT NOT NULL,
-    bytes BIGINT NOT NULL,
-    chunks BIGINT NOT NULL,
-    metadata BOOLEAN NOT NULL,
-    condemned BOOLEAN DEFAULT false NOT NULL,
-    PRIMARY KEY (number)
-);
-CREATE INDEX packs_condemned ON packs (number) WHERE condemned;
-CREATE TABLE parents (
-    n INTEGER NOT NULL,
-    position INTEGER NOT NULL,
-    parent VARCHAR(64) NOT NULL,
-    PRIMARY KEY (n, position)
-)
- WITHOUT ROWID;
-CREATE TABLE position (
-    id SMALLINT NOT NULL,
-    store VARCHAR(32) NOT NULL,
-    n BIGINT NOT NULL,
-    hash VARCHAR(64) NOT NULL,
-    bytes BIGINT NOT NULL,
-    PRIMARY KEY (id)
-);
-CREATE TABLE replaced (
-    id VARCHAR(64) NOT NULL,
-    commit_id VARCHAR(64) NOT NULL,
-    PRIMARY KEY (id)
-)
- WITHOUT ROWID;
-CREATE INDEX ix_replaced_commit_id ON replaced (commit_id);
-CREATE TABLE schemas (
-    number INTEGER NOT NULL,
-    id VARCHAR(64) NOT NULL,
-    data BLOB,
-    PRIMARY KEY (number),
-    UNIQUE (id)
-);
-CREATE INDEX schemas_missing ON schemas (number) WHERE data IS NULL;
-CREATE TABLE statistics (
-    "key" BLOB NOT NULL,
-    data BLOB NOT NULL,
-    PRIMARY KEY ("key")
-)
- WITHOUT ROWID;
-CREATE TABLE tags (
-    name TEXT NOT NULL,
-    commit_id VARCHAR(64) NOT NULL,
-    PRIMARY KEY (name)
-)
- WITHOUT ROWID;
-CREATE INDEX ix_tags_commit_id ON tags (commit_id)"""
-"""The tables of a new catalog, as text, since SQLAlchemy takes long to import. `index.tables` has
-their definitions; a test holds this equal to what SQLAlchemy makes of them."""

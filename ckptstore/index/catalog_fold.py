@@ -325,7 +325,9 @@ def fold_entries(
 
 
 def fold_state(tables: Tables, state: State, entries_to_it: Iterable[Entry]) -> bool:
-    """Fill the empty tables with `state` within a transaction."""
+    """Fill the empty tables with `state` within a transaction; False if they are not empty."""
+    if _position(tables).n:
+        return False
     folding = CatalogFold(tables)
     folding.add_state(state, entries_to_it)
     folding.finish(state.position)

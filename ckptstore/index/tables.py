@@ -2,232 +2,157 @@
 
 Portable between SQLite and PostgreSQL. Rows of a commit carry the number `n` of its log entry,
 which is shorter than its id. Times and byte counts are 64-bit; a metric that is NaN is stored as
-NULL.
+NULL. They are text, since SQLAlchemy takes long to import.
+
+* `position` has one row: the last folded entry. `n` is 0 before the first.
+* `commits` has those that were not purged; `forgotten` is the entry that forgot one, or 0. `place`
+  is a commit's age: its `n`, or the place of the commit that it replaced. `thinned` are the globs
+  of leaves that are gone and `lossy` those of leaves of lower precision, with dtypes, as JSON.
+* `replaced` has commits whose place another has, or had last; purged ones, too.
+* `packs` are those that the log lists, including condemned ones.
+* `schemas` are those that commits name; `data` is canonical JSON, and NULL until it was added.
+* `entries` has the bytes of the log's entries. `repair` restores a lost entry from them if its
+  successor attests them.
+* `statistics` is what was measured of chunks (`core.statistics`).
+* `alembic_version` is Alembic's own: the revision of `migrations/` of these tables.
 """
 
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Dialect,
-    Double,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    NullPool,
-    PrimaryKeyConstraint,
-    SmallInteger,
-    String,
-    Table,
-    Text,
-    create_engine,
-    text,
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+CREATE = """\
+CREATE TABLE alembic_version (
+    version_num VARCHAR(32) NOT NULL,
+    CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
+);
+CREATE TABLE commit_trees (
+    n INTEGER NOT NULL,
+    "key" TEXT NOT NULL,
+    schema BIGINT NOT NULL,
+    PRIMARY KEY (n, "key")
 )
-from sqlalchemy.dialects.sqlite import INTEGER
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.schema import CreateIndex, CreateTable
-
-metadata = MetaData()
-
-# SQLite uses a column of exactly this type as its row id, and then needs no other index.
-_Number = BigInteger().with_variant(INTEGER(), "sqlite")
-
-
-def _key(name: str, type_: Any = _Number) -> Column[Any]:
-    """A column of the primary key, which the caller gives."""
-    return Column(name, type_, primary_key=True, autoincrement=False)
-
-
-def _value(
-    name: str,
-    type_: Any = BigInteger,
-    *,
-    unique: bool | None = None,
-    index: bool | None = None,
-    default: str | None = None,
-) -> Column[Any]:
-    """A column that is never NULL."""
-    start = None if default is None else text(default)
-    return Column(name, type_, nullable=False, unique=unique, index=index, server_default=start)
-
-
-position = Table(
-    "position",
-    metadata,
-    _key("id", SmallInteger),
-    _value("store", String(32)),
-    _value("n"),
-    _value("hash", String(64)),
-    _value("bytes"),
+ WITHOUT ROWID;
+CREATE INDEX ix_commit_trees_schema ON commit_trees (schema);
+CREATE TABLE commits (
+    n INTEGER NOT NULL,
+    id VARCHAR(64) NOT NULL,
+    content VARCHAR(64) NOT NULL,
+    session VARCHAR(24) NOT NULL,
+    run TEXT NOT NULL,
+    step BIGINT,
+    message TEXT NOT NULL,
+    time_ns BIGINT NOT NULL,
+    logical_bytes BIGINT NOT NULL,
+    new_bytes BIGINT NOT NULL,
+    leaves BIGINT NOT NULL,
+    forgotten BIGINT DEFAULT 0 NOT NULL,
+    place BIGINT DEFAULT 0 NOT NULL,
+    thinned TEXT DEFAULT '[]' NOT NULL,
+    lossy TEXT DEFAULT '[]' NOT NULL,
+    PRIMARY KEY (n),
+    UNIQUE (id)
+);
+CREATE INDEX commits_by_age ON commits (place, n);
+CREATE INDEX commits_by_run ON commits (run, place, n);
+CREATE INDEX commits_by_step ON commits (run, step, place);
+CREATE TABLE entries (
+    n INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (n)
+);
+CREATE TABLE metrics (
+    n INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    value DOUBLE,
+    PRIMARY KEY (n, name)
 )
-"""One row: the last folded entry. `n` is 0 before the first."""
-
-commits = Table(
-    "commits",
-    metadata,
-    _key("n"),
-    _value("id", String(64), unique=True),
-    _value("content", String(64)),
-    _value("session", String(24)),
-    _value("run", Text),
-    Column("step", BigInteger),
-    _value("message", Text),
-    _value("time_ns"),
-    _value("logical_bytes"),
-    _value("new_bytes"),
-    _value("leaves"),
-    _value("forgotten", default="0"),
-    _value("place", default="0"),
-    _value("thinned", Text, default="'[]'"),
-    _value("lossy", Text, default="'[]'"),
-    Index("commits_by_age", "place", "n"),
-    Index("commits_by_run", "run", "place", "n"),
-    Index("commits_by_step", "run", "step", "place"),
+ WITHOUT ROWID;
+CREATE INDEX metrics_by_value ON metrics (name, value, n);
+CREATE TABLE packs (
+    number INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    bytes BIGINT NOT NULL,
+    chunks BIGINT NOT NULL,
+    metadata BOOLEAN NOT NULL,
+    condemned BOOLEAN DEFAULT false NOT NULL,
+    PRIMARY KEY (number)
+);
+CREATE INDEX packs_condemned ON packs (number) WHERE condemned;
+CREATE TABLE parents (
+    n INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    parent VARCHAR(64) NOT NULL,
+    PRIMARY KEY (n, position)
 )
-"""Commits that were not purged; `forgotten` is the entry that forgot one, or 0.
-
-`place` is a commit's age: its `n`, or the place of the commit that it replaced. `thinned` are the
-globs of leaves that are gone and `lossy` those of leaves of lower precision, with dtypes, as JSON.
-"""
-
-replaced = Table(
-    "replaced",
-    metadata,
-    _key("id", String(64)),
-    _value("commit_id", String(64), index=True),
-    sqlite_with_rowid=False,
+ WITHOUT ROWID;
+CREATE TABLE position (
+    id SMALLINT NOT NULL,
+    store VARCHAR(32) NOT NULL,
+    n BIGINT NOT NULL,
+    hash VARCHAR(64) NOT NULL,
+    bytes BIGINT NOT NULL,
+    PRIMARY KEY (id)
+);
+CREATE TABLE replaced (
+    id VARCHAR(64) NOT NULL,
+    commit_id VARCHAR(64) NOT NULL,
+    PRIMARY KEY (id)
 )
-"""Commits whose place another has, or had last; purged ones, too."""
-
-parents = Table(
-    "parents",
-    metadata,
-    _key("n"),
-    _key("position", Integer),
-    _value("parent", String(64)),
-    sqlite_with_rowid=False,
+ WITHOUT ROWID;
+CREATE INDEX ix_replaced_commit_id ON replaced (commit_id);
+CREATE TABLE schemas (
+    number INTEGER NOT NULL,
+    id VARCHAR(64) NOT NULL,
+    data BLOB,
+    PRIMARY KEY (number),
+    UNIQUE (id)
+);
+CREATE INDEX schemas_missing ON schemas (number) WHERE data IS NULL;
+CREATE TABLE statistics (
+    "key" BLOB NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY ("key")
 )
-
-metrics = Table(
-    "metrics",
-    metadata,
-    _key("n"),
-    _key("name", Text),
-    Column("value", Double),
-    Index("metrics_by_value", "name", "value", "n"),
-    sqlite_with_rowid=False,
+ WITHOUT ROWID;
+CREATE TABLE tags (
+    name TEXT NOT NULL,
+    commit_id VARCHAR(64) NOT NULL,
+    PRIMARY KEY (name)
 )
+ WITHOUT ROWID;
+CREATE INDEX ix_tags_commit_id ON tags (commit_id)"""
 
-tags = Table(
-    "tags",
-    metadata,
-    _key("name", Text),
-    _value("commit_id", String(64), index=True),
-    sqlite_with_rowid=False,
+_ON_POSTGRES = (
+    (" INTEGER", " BIGINT"),
+    ("TABLE schemas (\n    number BIGINT", "TABLE schemas (\n    number BIGSERIAL"),
+    ("BLOB", "BYTEA"),
+    ("DOUBLE", "DOUBLE PRECISION"),
+    ("\n WITHOUT ROWID", ""),
 )
-
-packs = Table(
-    "packs",
-    metadata,
-    _key("number"),
-    _value("id", Text),
-    _value("bytes"),
-    _value("chunks"),
-    _value("metadata", Boolean),
-    _value("condemned", Boolean, default="false"),
-    Index(
-        "packs_condemned",
-        "number",
-        sqlite_where=text("condemned"),
-    ),
-)
-"""Packs that the log lists, including condemned ones."""
-
-schemas = Table(
-    "schemas",
-    metadata,
-    Column("number", _Number, primary_key=True, autoincrement=True),
-    _value("id", String(64), unique=True),
-    Column("data", LargeBinary),
-    Index(
-        "schemas_missing",
-        "number",
-        sqlite_where=text("data IS NULL"),
-    ),
-)
-"""Schemas that commits name; `data` is canonical JSON, and NULL until it was added."""
-
-commit_trees = Table(
-    "commit_trees",
-    metadata,
-    _key("n"),
-    _key("key", Text),
-    _value("schema", index=True),
-    sqlite_with_rowid=False,
-)
-
-entries = Table(
-    "entries",
-    metadata,
-    _key("n"),
-    _value("data", LargeBinary),
-)
-"""The bytes of the log's entries. `repair` restores a lost entry from them if its successor attests
-them."""
-
-statistics = Table(
-    "statistics",
-    metadata,
-    _key("key", LargeBinary),
-    _value("data", LargeBinary),
-    sqlite_with_rowid=False,
-)
-"""What was measured of chunks (`core.statistics`)."""
-
-revision = Table(
-    "alembic_version",
-    metadata,
-    _value("version_num", String(32)),
-    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
-)
-"""Alembic's own table: the revision of `migrations/` of these tables."""
+"""What SQLite says otherwise than PostgreSQL."""
 
 
-def make_tables(connection: Connection) -> None:
-    """Create the tables within a transaction. Those of a catalog on SQLite are made by
-    `catalog.make_tables`."""
-    for statement in creating(connection.dialect):
+def make_tables(connection: "Connection") -> None:
+    """Create the tables in PostgreSQL within a transaction. Those of a catalog on SQLite are made
+    by `catalog.make_tables`."""
+    statements = CREATE
+    for ours, theirs in _ON_POSTGRES:
+        statements = statements.replace(ours, theirs)
+    for statement in statements.split(";"):
         connection.exec_driver_sql(statement)
-
-
-def creating(dialect: Dialect) -> tuple[str, ...]:
-    """The statements that create the tables."""
-    made: list[CreateTable | CreateIndex] = []
-    for table in metadata.sorted_tables:
-        if dialect.name == "postgresql":
-            _where_on_postgres(table)
-        made += [CreateTable(table), *map(CreateIndex, sorted(table.indexes, key=str))]
-    return tuple(str(each.compile(dialect=dialect)) for each in made)
-
-
-def _where_on_postgres(table: Table) -> None:
-    """Make the partial indexes of SQLite partial on PostgreSQL. Naming that in the tables would
-    import every PostgreSQL driver of SQLAlchemy, asyncio among them, also to migrate a file."""
-    for index in table.indexes:
-        index.dialect_options["postgresql"]["where"] = index.dialect_options["sqlite"]["where"]
 
 
 def migrate_file(connect: Callable[[], sqlite3.Connection]) -> bool:
     """Migrate the tables on SQLite to which `connect` connects; False if there is no way from their
     revision. Raises `sqlite3.Error`."""
     from alembic.util import CommandError
+    from sqlalchemy import NullPool, create_engine
+    from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
     engine = create_engine(
         "sqlite://", isolation_level="AUTOCOMMIT", poolclass=NullPool, creator=connect
@@ -242,7 +167,7 @@ def migrate_file(connect: Callable[[], sqlite3.Connection]) -> bool:
     return True
 
 
-def migrate(connection: Connection) -> None:
+def migrate(connection: "Connection") -> None:
     """Migrate the tables to `REVISION` from any revision, or from none."""
     # The import costs 0.25 s and is needed once per release.
     from alembic import command

@@ -19,10 +19,10 @@ from ckptstore import open_pointer
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.interop.fsspec import open_url
 from ckptstore.plugin.pointers import HOLLOW_POINTER
-from ckptstore.plugin.reading import compare
 from ckptstore.plugin.snapshots import contents_of
 from ckptstore.plugins.adopt.commit_files import tensor_name
 from ckptstore.plugins.adopt.manifest import MODEL
+from ckptstore.plugins.reports.difference import compare
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ckptstore.core.ids import CommitId, HoldId, hold_tag, is_hold
+from ckptstore.core.ids import CommitId, HoldId, hold_tag, is_hold, new_hold_id
 from ckptstore.core.text import near
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
 from ckptstore.log.entries import Tag
@@ -77,14 +77,23 @@ def release_others(
     tags = handle.log.replay(refresh=True).tags
     found = _holds_in(except_in)
     gone = {tag: tags[tag] for tag in sorted(tags) if is_hold(tag) and tag not in found}
-    released = _remove(handle, gone, dry_run)
-    if dry_run:
-        return released
-    # A directory that became hollow during the walk had a hold before it had a pointer.
-    for tag in sorted(_holds_in(except_in) & released.keys()):
-        commit = released.pop(tag)
-        set_tag(handle, reader, tag, resolved(handle.log.replay(), commit), move=False)
-    return released
+    if dry_run or not gone:
+        return gone
+    # A directory that became hollow during the walk had a hold before it had a pointer, and looks
+    # for that hold again afterwards. Its commit has another hold until a second walk ends: one that
+    # a killed process leaves is of no directory, and the next release removes it.
+    state, back = handle.log.replay(), set(gone)
+    meanwhile = {hold_tag(new_hold_id()): commit for commit in set(gone.values())}
+    for tag, commit in meanwhile.items():
+        set_tag(handle, reader, tag, resolved(state, commit))
+    try:
+        _remove(handle, gone, dry_run)
+        back &= _holds_in(except_in)
+    finally:
+        for tag in back:
+            set_tag(handle, reader, tag, resolved(state, gone[tag]), move=False)
+        _remove(handle, meanwhile, dry_run)
+    return {tag: commit for tag, commit in gone.items() if tag not in back}
 
 
 def _holds_in(roots: Sequence[str | os.PathLike[str]]) -> set[str]:

@@ -6,8 +6,11 @@ from ckptstore.core.paths import (
     base_of,
     check_path,
     distrust,
+    file_system,
     is_alone,
+    is_network_filesystem,
     make_directories,
+    make_index_directory,
     replace_file,
     rights,
     scratch_for,
@@ -15,4 +18,5 @@ from ckptstore.core.paths import (
     sync_path,
     write_file,
 )
+from ckptstore.core.process import file_lock
 from ckptstore.storage.local_files import Descriptor, transfer, write_cached

@@ -29,6 +29,7 @@ from ckptstore.core.ids import (
     hold_tag,
     log_key,
     new_hold_id,
+    new_session_id,
     parse_chunk_id,
     parse_commit_id,
     parse_signature_key,
@@ -38,7 +39,10 @@ from ckptstore.core.ids import (
 )
 from ckptstore.core.model import (
     INLINE_BYTES,
+    NO_BASE,
+    SHARED,
     Box,
+    CommitDocument,
     CommitInfo,
     LeafContent,
     LeafKind,

@@ -2,3 +2,4 @@
 
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage, put_finished
+from ckptstore.storage.reserve import RESERVE_BYTES

@@ -1,13 +1,18 @@
 """Look after a store: policies, gc, disks, and what its index knows."""
 
-from ckptstore.index.queries import PackInfo, TagInfo, Totals
+from ckptstore.index.queries import TagInfo, Totals
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard, parse_share
 from ckptstore.maintenance.check.data import Spread, load_record
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import OfflineStore, offline_store_of
+from ckptstore.maintenance.check.trees import metadata_of, read_document
+from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.disk_space import (
+    COMMITS_AHEAD,
+    MAKE_ROOM,
+    DiskRoom,
     DiskWatch,
     expected_bytes,
     free_bytes,
@@ -18,11 +23,13 @@ from ckptstore.maintenance.disk_space import (
 from ckptstore.maintenance.forget import (
     forget_by_policy,
     forget_commits,
+    plan_retention,
     remove_tags,
     set_tag,
     undelete,
 )
 from ckptstore.maintenance.gc import GcOptions, collect
+from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
 from ckptstore.maintenance.mirror_plan import all_commits, plan_between
 from ckptstore.maintenance.retention import (
@@ -31,4 +38,3 @@ from ckptstore.maintenance.retention import (
     KeepSince,
     Policy,
 )
-from ckptstore.maintenance.usage import usage

@@ -29,7 +29,7 @@ from ckptstore.errors import (
 from ckptstore.index import open_log_place
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.queries import Other, Queries
-from ckptstore.log.entries import Position, check_follows, decode_entry
+from ckptstore.log.entries import Position, check_follows, decode_entry, kind_of
 from ckptstore.log.log import Log
 from ckptstore.repository.init_store import place_text, read_config
 from ckptstore.repository.memory_budget import PatchMemory
@@ -37,7 +37,7 @@ from ckptstore.storage import open_storage
 from ckptstore.storage.contract import Storage
 
 if TYPE_CHECKING:
-    from ckptstore.index.catalog import Catalog, Unfoldable
+    from ckptstore.index.catalog import Catalog
     from ckptstore.plugins.postgres.database import PostgresCatalog
     from ckptstore.repository.chunk_store import ObjectStore
 
@@ -82,7 +82,6 @@ class StoreHandle:
         self.config = read_config(self.storage)
         self.read_only = read_only
         self._closed = self._has_its_end = False
-        self._unfoldable: Unfoldable | None = None
         self.database = open_log_place(self.config, self.storage, index, of_several)
         self.log = Log(
             self.storage,
@@ -281,15 +280,11 @@ class StoreHandle:
 
         Raises `Corrupt` only if the log is damaged or has lost its end. A catalog that does not
         belong to the log is rebuilt. A catalog stays behind if it cannot be written, if storage is
-        unavailable, or if an entry does not fold into it; `queries` then answers from the log. Log
-        entries stay acknowledged.
+        unavailable; `queries` then answers from the log. Log entries stay acknowledged.
         """
-        if self._unfoldable is not None:
-            return
         try:
             try:
-                if not self._fold():
-                    self._unfoldable = self._why_empty()
+                self._fold()
             except Corrupt as error:
                 # a broken log is not the catalog's fault, and `repair` may need what it remembers
                 self.log.replay()
@@ -301,42 +296,38 @@ class StoreHandle:
         except Unavailable as error:
             logger.warning("the catalog of %s stays behind: %s", self.url, error)
 
-    def _fold(self) -> bool:
-        """Fold the entries that the catalog lacks. False if it may still be empty."""
-        has_some = self.database is not None
-        if not has_some:
-            position = self.catalog.position()
+    def _fold(self) -> None:
+        """Fold the entries that the catalog lacks."""
+        from ckptstore.index.catalog import Catalog
+
+        catalog = self.catalog
+        if isinstance(catalog, Catalog):
+            position = catalog.position()
             known = self.log.known_behind(position)
-            folded = self.catalog.fold(self.log.read_entries(*position) if known is None else known)
-            has_some = folded and position.n > 0
+            folded = catalog.fold(self.log.read_entries(*position) if known is None else known)
             # A catalog that turns out to be damaged is replaced by an empty one.
-            if not folded and self.catalog.position().n < position.n:
-                self.catalog.fold(self.log.read_entries())
-        self._add_schemas(self.catalog)
-        return has_some
+            if not folded and not catalog.position().n:
+                self._fold_anew(catalog)
+        self._add_schemas(catalog)
 
-    def _why_empty(self) -> "Unfoldable | None":
-        """Why the catalog is empty although the log is not, if an entry is to blame."""
-        if self.catalog.position().n or not self.log.head_after(0):
-            return None
-        try:
-            self._catalog_of_entries().close()
-        except CkptStoreError as error:
-            from ckptstore.index.catalog import Unfoldable
+    def _fold_anew(self, catalog: "Catalog") -> None:
+        """Fold the whole log into an empty catalog. It is filled from the log's state instead if
+        an entry does not fold, which is a fault of this program."""
+        from ckptstore.index.catalog import Catalog
 
-            if not isinstance(error, Unfoldable):
-                raise
-            logger.error("%s: %s", self.url, error)
-            return error
-        return None
-
-    def remake_catalog(self) -> "Unfoldable | None":
-        """Fold the whole log again into an empty catalog; returns why it stays empty if an entry
-        does not fold."""
-        self.catalog.reset()
-        self._unfoldable = None
-        self.follow()
-        return self._unfoldable
+        if catalog.fold(self.log.read_entries()):
+            return
+        trial = Catalog.temporary(self.config.store)
+        if trial.fold(self.log.read_entries()):
+            return  # the file is locked, or its disk is full
+        entry = next(entry for entry in self.log.read_entries() if not trial.fold([entry]))
+        logger.error(
+            "%s: entry %d of the log (%s) does not fold into the catalog, which is made from the "
+            "state of the log instead; the log and the commits are sound: please report it with "
+            "the output of `ckptstore fsck`",
+            *(self.url, entry.n, kind_of(entry.body)),
+        )
+        catalog.fill(self.log.replay(), self.log.read_entries())
 
     def _add_schemas(self, catalog: "Catalog | PostgresCatalog") -> None:
         """Add the schemas that commits name. An unreadable one is missing in the catalog; `fsck`
@@ -360,22 +351,14 @@ class StoreHandle:
             return found
 
     def _fold_in_memory(self) -> Queries:
-        from ckptstore.index.catalog import Catalog, Unfoldable
-
-        try:
-            catalog = self._catalog_of_entries()
-        except Unfoldable as error:
-            if self._unfoldable is None:
-                logger.error("%s: %s", self.url, error)
-            self._unfoldable = error
-            catalog = Catalog.of_state(self.log.replay(), self.log.read_entries())
-        self._add_schemas(catalog)
-        return catalog.queries()
-
-    def _catalog_of_entries(self) -> "Catalog":
         from ckptstore.index.catalog import Catalog
 
-        return Catalog.of_entries(self.config.store, self.log.read_entries())
+        catalog = Catalog.temporary(self.config.store)
+        self._fold_anew(catalog)
+        if not catalog.position().n and self.log.head_after(0):
+            raise Corrupt(f"no catalog can be made of the log of {self.url}, see the errors before")
+        self._add_schemas(catalog)
+        return catalog.queries()
 
     def _is_head(self, position: Position) -> bool:
         """Whether `position` is the head of the log. Raises `Corrupt` if the entry right after

@@ -22,11 +22,7 @@ PROBE_BYTES = 256 << 10
 
 def ensure_reserve(storage: Storage) -> None:
     """Create the store's reserve, or as much of it as fits: a gc that follows a forget needs it
-    again.
-
-    Its bytes are pseudorandom, so that no filesystem compresses or deduplicates them away. BLAKE3
-    makes them in a tenth of the time that the kernel's generator takes.
-    """
+    again."""
     if not storage.capabilities.can_fill_up:
         return
     try:
@@ -35,26 +31,32 @@ def ensure_reserve(storage: Storage) -> None:
         there = 0
     for size in range(RESERVE_BYTES, max(there, PROBE_BYTES - 1), -PROBE_BYTES):
         try:
-            storage.put(RESERVE_KEY, blake3(os.urandom(32)).digest(size))
+            storage.put(RESERVE_KEY, _incompressible(size))
         except (Unavailable, ReadOnly):
             continue
         return
 
 
 def is_full(storage: Storage) -> bool:
-    """Whether a few log entries would not fit. Found by writing them, because quotas and inodes
+    """Whether a few log entries would not fit. Found by writing as much, because quotas and inodes
     count as well as blocks."""
     if not storage.capabilities.can_fill_up:
         return False
     try:
         probe = storage.create("tmp/probe", session=new_session_id())
         try:
-            probe.append([memoryview(bytes(PROBE_BYTES))])
+            probe.append([memoryview(_incompressible(PROBE_BYTES))])
         finally:
             probe.discard()
     except NoSpace:
         return True
     return False
+
+
+def _incompressible(size: int) -> bytes:
+    """Pseudorandom bytes, so that no filesystem compresses or deduplicates them away. BLAKE3 makes
+    them in a tenth of the time that the kernel's generator takes."""
+    return blake3(os.urandom(32)).digest(size)
 
 
 @contextmanager

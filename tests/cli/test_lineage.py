@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.cli.log import Node, draw, shown
 from ckptstore.core.ids import CommitId
+from ckptstore.plugins.reports.log import Node, draw, shown
 
 
 def nodes(text: str) -> list[Node]:

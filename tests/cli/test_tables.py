@@ -2,9 +2,10 @@
 
 import pytest
 
-from ckptstore.cli.commits import first_line, fold
+from ckptstore.cli.commits import first_line
 from ckptstore.core.text import BOLD, Column, Table, Terminal, fields, printable
-from ckptstore.restore.diff import value_text
+from ckptstore.plugins.reports.difference import value_text
+from ckptstore.plugins.reports.listing import fold
 from ckptstore.state.values import encode_leaf, encode_value
 
 TABLE = Table(

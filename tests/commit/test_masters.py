@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.commit import masters
-from ckptstore.commit.plan import Extent, plan_commit
+from ckptstore.commit.plan import Extent, plan_chunks
 from ckptstore.core.ids import CHECKSUM_BYTES, ChunkId, checksum, digest
 from ckptstore.objects import patches
 from ckptstore.objects.pack import entries
@@ -211,7 +211,7 @@ def test_each_run_of_a_plan_comes_once_and_weights_follow_their_masters(
 ) -> None:
     tensors = [t for n, dtype in leaves for t in (torch.ones(n, dtype=dtype), torch.ones(n))]
     extents = [Extent(tuple(t.shape), t.itemsize, t.nbytes, str(t.dtype)[6:]) for t in tensors]
-    plan = plan_commit(extents, STORAGE.chunk_bytes, run_bytes=128 << 10)
+    plan = plan_chunks(extents, STORAGE.chunk_bytes, 128 << 10)
     sources = [BytesSource(t.view(torch.uint8).numpy().tobytes()) for t in tensors]
     pairs = masters.find(plan, sources)
     assert len({part.leaf for part in pairs.values()}) == len(pairs) == len(leaves)

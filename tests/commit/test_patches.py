@@ -12,6 +12,9 @@ import torch
 import ckptstore
 from ckptstore.commit import patching
 from ckptstore.core.ids import ChunkId, document_key, pack_key
+from ckptstore.maintenance.check import Level
+from ckptstore.maintenance.check.fsck import fsck
+from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.objects import patches
 from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.pack import TENSOR
@@ -495,8 +498,13 @@ def test_a_commit_that_is_alone_owns_its_bases(tmp_path: Path) -> None:
         assert three.exclusive_bytes > nudged(SHAPE, 0).nbytes
 
 
+def stops_when_all_is_read(phase: str, done: int, total: int) -> None:
+    if phase == "data" and done == total:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("reopened", [False, True])
-@pytest.mark.parametrize("found_by", ["restore", "read", "fsck"])
+@pytest.mark.parametrize("found_by", ["restore", "read", "fsck", "fsck, before one is stopped"])
 def test_what_a_wrong_patch_makes_is_stored_anew(
     found_by: str, reopened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,9 +526,16 @@ def test_what_a_wrong_patch_makes_is_stored_anew(
             "restore": lambda: store.checkout(1).restore({"w": torch.zeros(SHAPE)}),
             "read": lambda: store.checkout(1).read("w"),
             "fsck": lambda: [found.kind for found in store.fsck(read_data="all").findings],
-        }[found_by]
-        if found_by == "fsck":
+        }[found_by.partition(",")[0]]
+        if found_by.startswith("fsck"):
             assert set(find()) == {"chunk"}
+            if found_by != "fsck":
+                with pytest.raises(KeyboardInterrupt):
+                    fsck(
+                        offline_store_of(store._handle),
+                        level=Level.DATA,
+                        progress=stops_when_all_is_read,
+                    )
         else:
             with pytest.raises(ckptstore.errors.Corrupt):
                 find()

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy.dialects import sqlite
 
 from ckptstore.core.ids import StoreId
 from ckptstore.errors import Corrupt, Unavailable
@@ -66,12 +65,6 @@ def test_a_fresh_catalog_and_a_migrated_one_have_the_same_schema(tmp_path: Path)
     fresh, migrated = made(tmp_path / "fresh", LogBuilder()), tmp_path / "migrated"
     assert tables.migrate_file(partial(catalog._connect, migrated))
     assert schema_of(migrated) == schema_of(fresh)
-
-
-def test_the_tables_of_a_new_file_are_those_that_are_defined() -> None:
-    made_here = [" ".join(sql.split()) for sql in catalog.CREATE.split(";")]
-    defined = [" ".join(sql.split()) for sql in tables.creating(sqlite.dialect())]
-    assert made_here == defined
 
 
 def test_the_newest_migration_is_the_revision_that_is_stamped() -> None:

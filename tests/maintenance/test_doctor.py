@@ -7,7 +7,7 @@ import pytest
 
 import ckptstore
 from ckptstore.maintenance.disk_space import DiskRoom, expected_bytes
-from ckptstore.maintenance.doctor import Check, StorageFacts, Verdict, doctor, judge
+from ckptstore.plugins.reports.doctor import Check, StorageFacts, Verdict, doctor, judge
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage import open_storage
 from tests.support.servers.proxy import proxy_to

@@ -7,9 +7,8 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import NotFound
-from ckptstore.maintenance import forecast, usage
 from ckptstore.maintenance.retention import KeepLast
-from ckptstore.repository import footers
+from ckptstore.plugins.reports import forecast, usage
 from ckptstore.store import Store
 from tests.maintenance.collecting import state_of
 
@@ -44,7 +43,7 @@ def test_sizes_are_told_beside_a_gc(
             for module in (usage, forecast):
                 monkeypatch.setattr(module, "read_document", beside(module.read_document))
         else:
-            monkeypatch.setattr(footers, "read_table", beside(footers.read_table))
+            monkeypatch.setattr(usage, "read_table", beside(usage.read_table))
         assert ASKS[ask](store) == 2
 
 

@@ -34,6 +34,7 @@ PLUGINS = {
     "torchsnapshot": ("interop/torchsnapshot/",),
     "torch_checkpointing": ("plugins/torch_checkpointing/",),
     "analysis": ("plugins/analysis/", "analysis.py", "averages.py", "history.py"),
+    "reports": ("plugins/reports/",),
     "ui": ("plugins/ui/",),
     "postgres": ("plugins/postgres/",),
     "signing": ("plugins/signing/",),

@@ -101,7 +101,11 @@ def test_a_forget_is_planned_before_it_asks(writer: Browser) -> None:
 
 
 LACKS = " ".join(ABSENT).split()
-UPKEEP = [each for each in COMMANDS if each.run.startswith("cli.maintain.") or each.name == "tag"]
+UPKEEP = [
+    each
+    for each in COMMANDS
+    if each.run.startswith("cli.maintain.") or each.name in ("tag", "doctor")
+]
 
 
 @pytest.mark.parametrize("operation", UPKEEP, ids=lambda each: each.name)

@@ -156,6 +156,7 @@ def verify(
     chosen = choose(own, verified, suspects.packs(), share)
     total, done, saved = sum(pack.stored_bytes for pack in chosen), 0, time.monotonic()
     found: list[BadChunk] = []
+    sound = set[PackId]()
     with ExitStack() as stack:
         stack.callback(lambda: save_note(directory / RECORD_NAME, store, verified))
         if spread is None:
@@ -170,7 +171,7 @@ def verify(
             if not unread:
                 verified[pack.id] = int(time.time())
             if not bad:
-                suspects.discard(pack.id)
+                sound.add(pack.id)
             found += bad
             done += pack.stored_bytes
             progress("data", done, total)
@@ -181,7 +182,10 @@ def verify(
         made = stack.enter_context(closing(spread(made_wrong, patches_in(contents, members))))
         for wrong in [*never_made(contents, members), *(bad for _, some in made for bad in some)]:
             suspects.add(wrong.pack)
+            sound.discard(wrong.pack)
             found.append(wrong)
+    for name in sound:  # not before its patches were made
+        suspects.discard(name)
     # The order of a report does not depend on who came first.
     return total, sorted(found, key=lambda bad: (bad.pack, bad.key, bad.entry.offset))
 

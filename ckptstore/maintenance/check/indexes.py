@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import reduce
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.chunks.records import remains
 from ckptstore.index.queries import Queries
-from ckptstore.log.state import State
+from ckptstore.log.state import State, apply, genesis
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Finding, Kind, Severity
 from ckptstore.maintenance.check.offline_store import OfflineStore
@@ -58,18 +59,17 @@ def reindex(handle: StoreHandle, *, progress: Progress = silent) -> Reindexed:
     """Discard this host's catalog and chunk index and rebuild them from log and footers. Readers
     and writers may continue meanwhile.
 
-    Raises `Corrupt` for a broken log: `repair` it first; and for an entry that does not fold.
-    Raises `NoSpace` or `Unavailable` if the new indexes could not be written.
+    Raises `Corrupt` for a broken log: `repair` it first. Raises `NoSpace` or `Unavailable` if the
+    new indexes could not be written.
     """
     progress("log", 0, 0)
     state = handle.log.replay()
     progress("catalog", 0, state.n)
-    unfoldable = handle.remake_catalog()
+    handle.catalog.reset()
+    handle.follow()
     progress("chunk index", 0, len(state.packs))
     handle.objects.index.reset()
     handle.objects.sync(state, thorough=True)
-    if unfoldable is not None:
-        raise unfoldable
     _check_written(handle, state)
     indexed = handle.objects.index.indexed() & set(state.packs)
     # A gc takes a pack from the log before it deletes the object: what it took meanwhile is not
@@ -125,17 +125,11 @@ def drop_indexes(offline_store: OfflineStore) -> None:
 def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Finding]:
     """Differences between this host's catalog and a fold of the log up to the same entry. Reads
     every entry again."""
-    from ckptstore.index.catalog import Unfoldable
-
     found: list[str] = []
     # Unlike Path.exists, false for a damaged inode, whose file is recreated.
     for _ in range(_LOOKS if os.path.exists(offline_store.catalog_path) else 0):
         stamp = _stamp(offline_store.catalog_path)
-        try:
-            found = list(_catalog_problems(offline_store, contents))
-        except Unfoldable as error:
-            step = "report it; listings are made from the log until then"
-            return [Finding(Kind.CATALOG, f"the catalog is empty: {error}", step, Severity.INDEX)]
+        found = list(_catalog_problems(offline_store, contents))
         # Others may replace the catalog, or create it.
         if not found or _stamp(offline_store.catalog_path) == stamp:
             break
@@ -146,11 +140,8 @@ def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Fi
 
 
 def _catalog_problems(offline_store: OfflineStore, contents: Contents) -> Iterator[str]:
-    """Compare a snapshot of the catalog with a fold of the log.
-
-    Raises `Unfoldable` if the catalog is empty because an entry does not fold.
-    """
-    from ckptstore.index.catalog import Catalog, Unfoldable
+    """Compare a snapshot of the catalog with one that is made of the state of the log."""
+    from ckptstore.index.catalog import Catalog
 
     catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
     if catalog is None:
@@ -158,16 +149,13 @@ def _catalog_problems(offline_store: OfflineStore, contents: Contents) -> Iterat
         return
     try:
         with catalog.one_moment():
-            head = catalog.position().n
-            store = offline_store.config.store
+            head, config = catalog.position().n, offline_store.config
             read = offline_store.open_log().read_entries
-            if not head:
-                Catalog.of_entries(store, read()).close()
             entries = takewhile(lambda entry: entry.n <= head, read())
-            with closing(Catalog.of_entries(store, entries)) as fresh:
+            state = reduce(apply, entries, genesis(config.store, config.generation))
+            with closing(Catalog.temporary(config.store)) as fresh:
+                fresh.fill(state, read())
                 yield from _differences(catalog, fresh.queries(), contents)
-    except Unfoldable:
-        raise
     except CkptStoreError as error:
         yield str(error)
     finally:

@@ -26,8 +26,8 @@ from ckptstore.plugin.commands import (
 )
 from ckptstore.plugin.files import check_path, replace_file
 from ckptstore.plugin.model import CommitId
-from ckptstore.plugin.reading import MARKS
 from ckptstore.plugin.text import Column, Table, count_text
+from ckptstore.plugins.reports.difference import MARKS
 
 if TYPE_CHECKING:
     from ckptstore.plugin.snapshots import Snapshot

@@ -13,11 +13,12 @@ from ckptstore import Store
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.plugin.handles import AnyRef
 from ckptstore.plugin.model import CommitId, CommitInfo
-from ckptstore.plugin.reading import Difference, Leaf, leaf_of
+from ckptstore.plugin.reading import Leaf, leaf_of
 from ckptstore.plugin.snapshots import Select, Snapshot, contents_of
 from ckptstore.plugin.stores import log_with_forgotten, nearest_whole
 from ckptstore.plugin.text import selector
 from ckptstore.plugin.writing import is_floating
+from ckptstore.plugins.reports.difference import Difference
 
 if TYPE_CHECKING:
     import torch

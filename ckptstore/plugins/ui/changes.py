@@ -10,9 +10,16 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ckptstore.errors import InvalidInput
-from ckptstore.plugin.commands import COMMANDS, KINDS, UsageError, arguments, policies_of
+from ckptstore.plugin.commands import COMMANDS, KINDS, UsageError, arguments
+from ckptstore.plugin.maintenance import policies_of
 from ckptstore.plugin.model import CommitId, check_tag
-from ckptstore.plugin.upkeep import Policy, forget_commits, remove_tags, set_tag, undelete
+from ckptstore.plugin.upkeep import (
+    Policy,
+    forget_commits,
+    remove_tags,
+    set_tag,
+    undelete,
+)
 from ckptstore.plugins.ui.opened import OpenStore
 from ckptstore.plugins.ui.values import Json, clip
 

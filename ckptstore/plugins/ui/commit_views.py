@@ -10,7 +10,8 @@ import numpy as np
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.plugin.encoding import LeafPlacement
 from ckptstore.plugin.model import CHUNK_ID_BYTES, CommitId, CommitInfo, Schema
-from ckptstore.plugin.reading import LeafAt, LeafChange, Tree, compare
+from ckptstore.plugin.reading import Tree
+from ckptstore.plugins.reports.difference import LeafAt, LeafChange, compare
 from ckptstore.plugins.ui.history_views import brief, children_of
 from ckptstore.plugins.ui.jobs import Job
 from ckptstore.plugins.ui.lines import left_out, lines_for

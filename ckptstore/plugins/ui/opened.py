@@ -6,11 +6,11 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from ckptstore.errors import NotFound
-from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.handles import PackInfo, StoreHandle
 from ckptstore.plugin.model import CommitId, CommitInfo
 from ckptstore.plugin.reading import CommitContents, Reader
 from ckptstore.plugin.text import redact
-from ckptstore.plugin.upkeep import PackInfo, TagInfo, Totals
+from ckptstore.plugin.upkeep import TagInfo, Totals
 from ckptstore.plugin.work import ThreadPool, cached_property
 from ckptstore.plugins.ui.values import run_key
 

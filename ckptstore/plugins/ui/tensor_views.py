@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ckptstore.errors import InvalidInput
 from ckptstore.plugin.model import CHUNK_ID_BYTES, CommitInfo, Shape, width_of
-from ckptstore.plugin.reading import LeafAt, Tree, compare
+from ckptstore.plugin.reading import Tree
+from ckptstore.plugins.reports.difference import LeafAt, compare
 from ckptstore.plugins.ui.commit_views import leaf_at
 from ckptstore.plugins.ui.history_views import brief
 from ckptstore.plugins.ui.jobs import Job

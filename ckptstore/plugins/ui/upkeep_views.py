@@ -16,9 +16,9 @@ from ckptstore.plugin.upkeep import (
     gained_by,
     load_record,
     look,
-    usage,
     warning,
 )
+from ckptstore.plugins.reports.usage import usage
 from ckptstore.plugins.ui.history_views import brief
 from ckptstore.plugins.ui.jobs import Job
 from ckptstore.plugins.ui.opened import OpenStore

@@ -19,6 +19,7 @@ import ckptstore
 from ckptstore.cli.call import Exit
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.dcp.names import Name
+from ckptstore.maintenance import holds
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer
 from ckptstore.plugins.adopt import hollow as hollowing
 from ckptstore.plugins.adopt.adoption import make_hollow
@@ -212,6 +213,63 @@ def test_a_directory_that_becomes_hollow_during_a_release_is_held(
     monkeypatch.setattr(hollowing, "write_pointer", releasing)
     made = store.adopt(late, hollow=True)
     assert made.id in store.tags().values()
+
+
+def fails(out: Path) -> None:
+    out.rename(out.with_name("away"))
+
+
+def collects(out: Path) -> None:
+    with ckptstore.open(out.parent / "store") as store:
+        for step in (8, 9):
+            store.commit({"other": step}, step=step)
+        store.forget(ckptstore.KeepLast(1))
+        store.gc(grace_s=0)
+
+
+@pytest.mark.parametrize("meanwhile", [lambda out: os._exit(0), fails, collects])
+def test_a_release_that_does_not_end_well_takes_no_hold_of_a_directory_that_is_there(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[[Path], None],
+) -> None:
+    """The directory becomes hollow between the two looks of a release by another process, which
+    ends at the second, does not find the folder, or looks while a gc runs."""
+    out, write, looked = tmp_path / "out", hollowing.write_pointer, os.pipe()
+    hollow, ended = os.pipe(), list[int]()
+
+    def looking(roots: list[Path]) -> set[str]:
+        found = look(roots)
+        monkeypatch.setattr(holds, "_holds_in", lambda roots: meanwhile(out) or look(roots))
+        os.write(looked[1], b"1")
+        os.read(hollow[0], 1)
+        return found
+
+    def releasing(path: Path, pointer: Pointer) -> None:
+        monkeypatch.undo()
+        if not (child := os.fork()):
+            try:
+                monkeypatch.setattr(holds, "_holds_in", looking)
+                with ckptstore.open(tmp_path / "store") as other:
+                    other.release(except_in=out)
+            finally:
+                os._exit(0)
+        ended.append(child)
+        os.read(looked[0], 1)
+        write(path, pointer)
+
+    several(store, out, 1)
+    late = checkpoint(out / "checkpoint-2", 2)
+    look = holds._holds_in
+    monkeypatch.setattr(hollowing, "write_pointer", releasing)
+    made = store.adopt(late, step=2, hollow=True)
+    os.write(hollow[1], b"1")
+    os.waitpid(ended[0], 0)
+    if not out.exists():
+        out.with_name("away").rename(out)
+    assert made.id in store.tags().values()
+    made.materialize(out / "checkpoint-2")
 
 
 def test_a_pointer_of_an_older_form_is_given_an_id_and_never_released(

@@ -6,21 +6,26 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptstore.cli.call import Answer, Call, Exit, UsageError
-from ckptstore.cli.commits import (
+from ckptstore.errors import Corrupt, NotFound
+from ckptstore.plugin.commands import (
+    Answer,
+    Call,
+    Exit,
+    UsageError,
+    columns,
     commit_document,
     config_text,
     document_of,
-    find_info,
+    fields_of,
     schemas_of,
     short,
     step_text,
-    tensor_bytes,
+    to_json,
 )
-from ckptstore.cli.screen import columns, fields_of, to_json
-from ckptstore.core.ids import CommitId
-from ckptstore.core.model import SHARED, CommitDocument, CommitInfo, Schema
-from ckptstore.core.text import (
+from ckptstore.plugin.handles import PackInfo, Queries, StoreHandle
+from ckptstore.plugin.leaves import pickled_paths
+from ckptstore.plugin.model import SHARED, CommitDocument, CommitId, CommitInfo, Schema
+from ckptstore.plugin.text import (
     BOLD,
     Column,
     Table,
@@ -31,15 +36,12 @@ from ckptstore.core.text import (
     fields,
     local_text,
 )
-from ckptstore.errors import Corrupt, NotFound
-from ckptstore.index.queries import PackInfo, Queries
-from ckptstore.objects.documents import LeafPlacement, decode_layout
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.state.leaf_sources import pickled_paths
+from ckptstore.plugins.reports.listing import find_info, tensor_bytes
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.retention import Policy
-    from ckptstore.maintenance.usage import CommitUsage
+    from ckptstore.plugin.encoding import LeafPlacement
+    from ckptstore.plugin.upkeep import Policy
+    from ckptstore.plugins.reports.usage import CommitUsage
 
 T = TypeVar("T")
 
@@ -114,7 +116,7 @@ def show(call: Call) -> Answer:
 
 def _usage(call: Call, store: StoreHandle, info: CommitInfo) -> "CommitUsage | None":
     """Exclusive and shared bytes. Any other damaged commit can prevent this."""
-    from ckptstore.maintenance.usage import usage
+    from ckptstore.plugins.reports.usage import usage
 
     with call.screen.progress("looking at what other commits share"):
         found = usage(store, detail=[info.id])
@@ -125,13 +127,15 @@ def _layout(store: StoreHandle, document: CommitDocument) -> dict[str, Any] | No
     """The number of ranks, and groups of leaves placed alike; None for a commit of one rank."""
     if document.layout is None:
         return None
+    from ckptstore.plugin.encoding import decode_layout
+
     layout = decode_layout(store.objects.read_metadata(document.layout))
     counts = Counter(map(_placement, layout.leaves.values()))
     groups = [_Group(*placement, n) for placement, n in counts.items()]
     return {"world": layout.world, "groups": groups} if layout.world > 1 else None
 
 
-def _placement(leaf: LeafPlacement) -> tuple[str, str, int]:
+def _placement(leaf: "LeafPlacement") -> tuple[str, str, int]:
     ranks = {rank for ranks in leaf.ranks for rank in ranks}
     boxes = f"{len(leaf.boxes)} boxes" if leaf.boxes else "whole"
     return ", ".join(leaf.placements) or boxes, "x".join(map(str, leaf.mesh or ())), len(ranks)
@@ -228,8 +232,8 @@ def _known(queries: Queries, commit: CommitId) -> str:
 
 
 def stats(call: Call) -> Answer:
-    from ckptstore.cli.policies import policies_of
-    from ckptstore.maintenance.usage import usage
+    from ckptstore.plugin.maintenance import policies_of
+    from ckptstore.plugins.reports.usage import usage
 
     policies = policies_of(call.args)
     if call.args.what_if or call.args.compact or policies:
@@ -275,8 +279,8 @@ def stats(call: Call) -> Answer:
 
 def _what_if(call: Call, policies: "Sequence[Policy]") -> Answer:
     """What policies would free, and compaction."""
-    from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
-    from ckptstore.maintenance_api import Maintenance
+    from ckptstore.plugin.maintenance import Maintenance
+    from ckptstore.plugin.upkeep import CompactPolicy, policy_of
 
     if not (call.args.what_if and (call.args.compact or policies)):
         raise UsageError(

@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ckptstore.core.geometry import Grid
-from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.process import uncollected
-from ckptstore.core.text import Column, Table, bytes_text
 from ckptstore.errors import Corrupt
-from ckptstore.objects import canonical
-from ckptstore.restore.reader import Tree
-from ckptstore.state.leaf_sources import segment
+from ckptstore.plugin.encoding import canonical
+from ckptstore.plugin.leaves import segment
+from ckptstore.plugin.model import CHUNK_ID_BYTES, Grid
+from ckptstore.plugin.reading import CommitContents, Tree, Trees
+from ckptstore.plugin.text import Column, Table, bytes_text
+from ckptstore.plugin.work import uncollected
 
 Change: TypeAlias = Literal["added", "removed", "changed"]
 
@@ -178,6 +177,29 @@ def compare(
     changes.sort(key=lambda change: now(change.path))
     removed.sort(key=lambda change: then(change.path))
     return Difference((*changes, *removed), unchanged, tuple(sorted(thinned, key=now)))
+
+
+def differing(
+    before: CommitContents, after: CommitContents, *, by_key: bool = False
+) -> tuple[Trees, Trees]:
+    """The trees of two commits that are to be compared: with what is below those plain leaves that
+    differ. Keys that share a tree are in one, unless `by_key`."""
+    old, new = (each.stored_trees if by_key else each.joined_trees for each in (before, after))
+    one, other = _plain_contents(old), _plain_contents(new)
+    whole = {path for path, content in one.items() if other.get(path, "") == content}
+    whole |= {path for found in (one, other) for path in found if found[path] is None}
+    return before.below_all_but(whole, old), after.below_all_but(whole, new)
+
+
+def _plain_contents(trees: Trees) -> dict[str, object]:
+    """The contents of plain leaves by their paths; None of those that are gone."""
+    return {
+        tree.schema.paths[i]: tree.content_key(i)
+        for tree in trees.values()
+        if "plain" in tree.schema.kinds
+        for i, kind in enumerate(tree.schema.kinds)
+        if kind == "plain"
+    }
 
 
 def _leaves(trees: Mapping[str, Tree]) -> dict[str, LeafAt]:

@@ -2,24 +2,31 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.commits import (
-    FOLD_ABOVE,
+from ckptstore.plugin.commands import (
+    Answer,
+    Call,
+    Hint,
+    Part,
+    columns,
     commit_document,
     commit_text,
-    find_info,
+    fields_of,
     reader_of,
 )
-from ckptstore.cli.commits import fold as folded
-from ckptstore.cli.screen import Hint, Part, columns, fields_of
-from ckptstore.contents import Trees, contents_at, differing
-from ckptstore.core.text import Column, Table
-from ckptstore.restore.diff import MARKS, SIZES, Difference, LeafChange, compare, sizes
-
-if TYPE_CHECKING:
-    from ckptstore.restore.reader import Tree
+from ckptstore.plugin.reading import Tree, Trees, contents_at
+from ckptstore.plugin.text import Column, Table
+from ckptstore.plugins.reports.difference import (
+    MARKS,
+    SIZES,
+    Difference,
+    LeafChange,
+    compare,
+    differing,
+    sizes,
+)
+from ckptstore.plugins.reports.listing import FOLD_ABOVE, find_info
+from ckptstore.plugins.reports.listing import fold as folded
 
 
 def diff(call: Call) -> Answer:
@@ -46,7 +53,7 @@ def diff(call: Call) -> Answer:
 
 
 def _listed(
-    found: Difference, apart: Callable[[], "tuple[Trees, Trees]"], *, fold: bool | None
+    found: Difference, apart: Callable[[], tuple[Trees, Trees]], *, fold: bool | None
 ) -> list[Part]:
     """The changes, folded if they are many, or if they still are, sums per key and what is more
     than another content of a tensor; and the summary."""
@@ -92,7 +99,7 @@ def _what(group: Sequence[LeafChange]) -> str:
     return f"{' → '.join(dict.fromkeys(_dtypes(group[0])))}, {len(texts)} shapes"
 
 
-def _stat(before: Mapping[str, "Tree"], after: Mapping[str, "Tree"]) -> Table:
+def _stat(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> Table:
     """Sums per key."""
     counts = (Column(name, "count") for name in (*MARKS, "unchanged"))
     rows = []

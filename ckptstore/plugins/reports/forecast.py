@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptstore.core.ids import ChunkId
-from ckptstore.core.model import CommitDocument
-from ckptstore.core.text import Column, Table, bytes_text, selector
-from ckptstore.maintenance.check.trees import metadata_of, read_document
-from ckptstore.maintenance.forget import plan_retention
-from ckptstore.maintenance.gc.mark import short_keys
-from ckptstore.maintenance.retention import Policy
-from ckptstore.maintenance.usage import Footers, beside_gc
-from ckptstore.objects.pages import decode_page
-from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.reader import Reader
+from ckptstore.plugin.encoding import decode_page, decode_schema
+from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.model import ChunkId, CommitDocument
+from ckptstore.plugin.reading import Reader
+from ckptstore.plugin.text import Column, Table, bytes_text, selector
+from ckptstore.plugin.upkeep import (
+    Policy,
+    metadata_of,
+    plan_retention,
+    read_document,
+    short_keys,
+)
+from ckptstore.plugins.reports.usage import Footers, beside_gc
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.usage import Keys
+    from ckptstore.plugins.reports.usage import Keys
 
 
 @dataclass(frozen=True, slots=True)

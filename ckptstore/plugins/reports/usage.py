@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ckptstore.core.ids import ChunkId, CommitId
-from ckptstore.core.model import NO_BASE
-from ckptstore.core.text import bytes_text
 from ckptstore.errors import NotFound
-from ckptstore.maintenance import Progress, silent
-from ckptstore.maintenance.check.trees import metadata_of, read_document
-from ckptstore.maintenance.gc.mark import short_keys
-from ckptstore.objects.codecs import PATCH
-from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, bases_of
-from ckptstore.objects.pages import decode_page
-from ckptstore.objects.patches import BASES_MAX, DEPTH_MAX
-from ckptstore.repository import footers
-from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.plugin.encoding import (
+    BASES_MAX,
+    DEPTH_MAX,
+    PAGE,
+    PATCH,
+    PATCHED_DTYPE,
+    bases_of,
+    decode_page,
+)
+from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.model import NO_BASE, ChunkId, CommitId
+from ckptstore.plugin.reading import read_table
+from ckptstore.plugin.text import bytes_text
+from ckptstore.plugin.upkeep import Progress, metadata_of, read_document, short_keys, silent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -190,7 +192,7 @@ class Footers:
         keys, stored = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         made, bases = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
         for pack in handle.log.state.packs.values():
-            table = footers.read_table(handle.storage, pack)
+            table = read_table(handle.storage, pack)
             own, base = short_keys(table["chunk"].tobytes()), table["base"]
             keys.append(own)
             stored.append(table["stored"].astype(np.int64) * (2 if pack.metadata else 1))

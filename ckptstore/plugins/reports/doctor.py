@@ -14,21 +14,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ckptstore.core.ids import new_session_id
-from ckptstore.core.paths import file_system, is_network_filesystem, make_index_directory
-from ckptstore.core.process import file_lock
-from ckptstore.core.text import bytes_text, seconds_text
 from ckptstore.errors import CkptStoreError, ReadOnly
-from ckptstore.maintenance.disk_space import (
-    COMMITS_AHEAD,
-    MAKE_ROOM,
-    DiskRoom,
-    expected_bytes,
-    look,
+from ckptstore.plugin.files import (
+    file_lock,
+    file_system,
+    is_network_filesystem,
+    make_index_directory,
 )
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.contract import Storage
-from ckptstore.storage.reserve import RESERVE_BYTES
+from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.model import new_session_id
+from ckptstore.plugin.storage import RESERVE_BYTES, Storage
+from ckptstore.plugin.text import bytes_text, seconds_text
+from ckptstore.plugin.upkeep import COMMITS_AHEAD, MAKE_ROOM, DiskRoom, expected_bytes, look
 
 FSYNC_ROUNDS = 5
 SLOW_FSYNC_S = 0.1

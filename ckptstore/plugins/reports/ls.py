@@ -4,26 +4,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from ckptstore.cli.call import Answer, Call
-from ckptstore.cli.commits import (
-    find_info,
-    fold,
-    is_folded,
+from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.plugin.commands import (
+    Answer,
+    Call,
+    Hint,
+    Part,
+    columns,
+    fields_of,
     reader_of,
     schemas_of,
     short,
-    tensor_bytes,
 )
-from ckptstore.cli.screen import Hint, Part, columns, fields_of
-from ckptstore.core.ids import CHUNK_ID_BYTES
-from ckptstore.core.model import CommitInfo, Schema, Shape
-from ckptstore.core.text import Table, bytes_text, count_text, near, selector
-from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.state.leaf_sources import pickled_paths
+from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.leaves import pickled_paths
+from ckptstore.plugin.model import CHUNK_ID_BYTES, CommitInfo, Schema, Shape
+from ckptstore.plugin.text import Table, bytes_text, count_text, near, selector
+from ckptstore.plugins.reports.listing import find_info, fold, is_folded, tensor_bytes
 
 if TYPE_CHECKING:
-    from ckptstore.restore.reader import Tree
+    from ckptstore.plugin.reading import Tree
 
 _LONG = ("chunks", "value")
 
@@ -54,7 +54,7 @@ def ls(call: Call) -> Answer:
     rows = [row for row in everything if is_selected(row.path)]
     below = not rows and any("plain" in schema.kinds for schema in schemas.values())
     if below or args.long or info.thinned:
-        from ckptstore.contents import contents_at
+        from ckptstore.plugin.reading import contents_at
 
         contents = contents_at(store, reader_of(call, store), info)
         trees = contents.trees if below else contents.stored_trees
@@ -114,7 +114,7 @@ def _rows(schemas: Iterable[Schema]) -> list[Row]:
 
 def _with_content(trees: Iterable["Tree"], rows: Sequence[Row]) -> list[Row]:
     """The rows with what only the pages of the commit have."""
-    from ckptstore.restore.diff import LeafAt
+    from ckptstore.plugins.reports.difference import LeafAt
 
     where = {path: (tree, i) for tree in trees for path, i in tree.numbers.items()}
     found = []
