@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -54,21 +54,12 @@ BATCH_KEYS = 1 << 19
 
 Keys = npt.NDArray[np.uint64]
 
-_S = TypeVar("_S", bound=np.generic)
-
 _ID_WORDS = CHUNK_ID_BYTES // 8
 
 
 def short_keys(ids: bytes | memoryview) -> Keys:
     """The first 8 bytes of each of `ids`, which are 32 bytes each."""
     return np.ascontiguousarray(np.frombuffer(ids, "<u8").reshape(-1, _ID_WORDS)[:, 0])
-
-
-def _words_of(table: FooterTable) -> npt.NDArray[np.uint64]:
-    """The chunk ids of a footer in words of 8 bytes, a row each; a view."""
-    record_words = table.dtype.itemsize // 8
-    words: npt.NDArray[np.uint64] = np.frombuffer(table, "<u8").reshape(-1, record_words)
-    return words[:, :_ID_WORDS]
 
 
 def ids_checksum(table: FooterTable) -> bytes:
@@ -92,7 +83,8 @@ class Holdings:
         self._order = np.empty(0, np.uint32)
         self._stored = np.zeros(chunks, np.uint32)
         self._live = np.empty(0, np.bool_)
-        self._checksums = [b""] * len(counts)
+        self.checksums = [b""] * len(counts)
+        """Of the ids of each pack, in order of offset; empty for one that was not put."""
         self._shared: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """The places among the sorted keys of those that several rows have."""
         self._shared_ids = np.empty((0, _ID_WORDS), np.uint64)
@@ -111,7 +103,8 @@ class Holdings:
         """Add the footer of the pack at position `pack`. Chunks of a pack that is never put
         count as absent."""
         rows = slice(int(self._starts[pack]), int(self._starts[pack + 1]))
-        self._keys[rows] = _words_of(table)[:, 0]
+        words = table.dtype.itemsize // 8
+        self._keys[rows] = np.frombuffer(table, "<u8").reshape(-1, words)[:, 0]
         self._stored[rows] = table["stored"]
         if (is_delta := table["base"] != NO_BASE).any():
             self._bases[pack] = table["base"].copy()
@@ -120,15 +113,15 @@ class Holdings:
             self._depths[pack] = table["depth"].copy()
             keys = short_keys(bases_of(table).tobytes())
             self.bases_of_patches[pack] = keys.reshape(len(table), BASES_MAX)
-        self._checksums[pack] = ids_checksum(table)
+        self.checksums[pack] = ids_checksum(table)
 
     def sort(self) -> list[int]:
         """Prepare for `need`, once every footer has been put. Returns the packs to `tell` of: those
         that share keys."""
         keys, self._keys = self._keys, np.empty(0, np.uint64)
         order = np.argsort(keys)
-        if b"" in self._checksums:
-            is_put = np.repeat([check != b"" for check in self._checksums], np.diff(self._starts))
+        if b"" in self.checksums:
+            is_put = np.repeat([check != b"" for check in self.checksums], np.diff(self._starts))
             order = order[is_put[order]]
         self._order = order.astype(np.uint32)
         del order
@@ -146,12 +139,13 @@ class Holdings:
     def tell(self, pack: int, table: FooterTable) -> None:
         """Note the whole ids of those chunks of the pack at position `pack` that share their keys.
         Raises `Corrupt` for another footer than was put."""
-        if ids_checksum(table) != self._checksums[pack]:
+        if ids_checksum(table) != self.checksums[pack]:
             raise Corrupt("its footer has changed since it was read first; run `ckptstore fsck`")
         rows = self._order[self._shared[self._shared_by_row]]
         start, stop = np.searchsorted(rows, self._starts[pack : pack + 2])
         own = rows[start:stop] - self._starts[pack]
-        self._shared_ids[self._shared_by_row[start:stop]] = _words_of(table)[own]
+        words = np.frombuffer(table[own], "<u8").reshape(len(own), -1)[:, :_ID_WORDS]
+        self._shared_ids[self._shared_by_row[start:stop]] = words
 
     def need(self, keys: Keys) -> Keys:
         """Mark chunks with these keys as live: the first of those with one key stands for all.
@@ -231,26 +225,20 @@ class Holdings:
 
     def live_chunks(self, assigned: npt.NDArray[np.bool_]) -> list[int]:
         """The number of chunks assigned to each pack."""
-        packs = range(len(self._checksums))
-        return [int(np.count_nonzero(self.of_pack(pack, assigned))) for pack in packs]
+        bounds = pairwise(self._starts.tolist())
+        return [int(np.count_nonzero(assigned[start:stop])) for start, stop in bounds]
 
     def live_bytes(self, assigned: npt.NDArray[np.bool_]) -> list[int]:
         """Stored bytes of the chunks assigned to each pack."""
-        packs = range(len(self._checksums))
+        bounds, stored = pairwise(self._starts.tolist()), self._stored
         return [
-            int(self.of_pack(pack, self._stored)[self.of_pack(pack, assigned)].sum(dtype=np.int64))
-            for pack in packs
+            int(stored[start:stop].sum(dtype=np.int64, where=assigned[start:stop]))
+            for start, stop in bounds
         ]
 
-    def ids_checksum(self, pack: int) -> bytes:
-        """The checksum of the ids of the pack at position `pack`, in order of offset; empty if it
-        was not put."""
-        return self._checksums[pack]
-
-    def of_pack(self, pack: int, rows: npt.NDArray[_S]) -> npt.NDArray[_S]:
-        """The part of a row's values for the pack at position `pack`, in order of offset; a
-        view."""
-        return rows[self._starts[pack] : self._starts[pack + 1]]
+    def of_pack(self, pack: int, assigned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """The part of `assigned` for the pack at position `pack`, in order of offset; a view."""
+        return assigned[self._starts[pack] : self._starts[pack + 1]]
 
     def _depths_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """How many patches it takes to make each of the chunks `rows`."""
@@ -341,7 +329,7 @@ def mark(
             number,
             packs[i],
             holdings.of_pack(i, assigned),
-            holdings.ids_checksum(i),
+            holdings.checksums[i],
             chunks[i],
             nbytes[i],
             i in marking.tables,
@@ -504,7 +492,7 @@ class _Marking:
     def _damaged(self, i: int, rows: list[int]) -> list[int]:
         """The chunks `rows` of a pack that cannot be read and verified."""
         pack, table = self._packs[i], self._table(i)
-        if table is None or ids_checksum(table) != self.holdings.ids_checksum(i):
+        if table is None or ids_checksum(table) != self.holdings.checksums[i]:
             return rows
         damaged = set[int]()
         for chunk in read_rows(self._storage, keys_of(pack), table[rows]):
