@@ -24,6 +24,7 @@ from ckptstore.plugins.analysis.averages import (
 from ckptstore.snapshot import contents_of
 from ckptstore.state.sums import add_up
 from ckptstore.storage.local import LocalStorage
+from tests.support.torch_release import FLOAT4
 
 COUNT = 5
 
@@ -101,6 +102,7 @@ def test_dtypes_stay_and_are_added_in_more_bits(store: ckptstore.Store, dtype: t
             torch.testing.assert_close(got, wanted.to(dtype))
 
 
+@FLOAT4
 def test_floats_of_eight_bits_are_added_and_those_of_four_are_as_in_the_last(
     store: ckptstore.Store,
 ) -> None:

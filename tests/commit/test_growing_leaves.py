@@ -13,6 +13,7 @@ import ckptstore
 from ckptstore.commit import write
 from ckptstore.core.ids import digest
 from ckptstore.interop.dcp import StoreWriter
+from tests.interop.dcp_states import NO_DIST
 
 CHUNK_BYTES = 1 << 16
 
@@ -55,7 +56,7 @@ def test_beside_a_log_that_grows_dcp_hashes_what_changed_alone(
     with ckptstore.open(tmp_path, storage=storage) as store:
         for step in range(6):
             hashed.clear()
-            dcp.save(state, storage_writer=StoreWriter(store, step=step), no_dist=True)
+            dcp.save(state, storage_writer=StoreWriter(store, step=step), **NO_DIST)
             assert (sum(hashed) < 3 * CHUNK_BYTES) == (step > 0)
             state["log"] += [i / 7 for i in range(300 * step)]
             weights[0] += 1

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.support.torch_release import OLD_TORCH
+
 SHAPE = (517, 150)
 """Divided unevenly by 2, 3 and 4; five cells of 64 KiB."""
 
@@ -26,6 +28,9 @@ LAYOUTS: dict[str, tuple[bool, tuple[Any, ...]]] = {
     "hybrid": (True, (Replicate(), Shard(0))),
 }
 """By name, whether the mesh has two dimensions, and the placements."""
+
+if OLD_TORCH:
+    del LAYOUTS["strided"], LAYOUTS["fused"]
 
 
 def full() -> torch.Tensor:

@@ -27,6 +27,7 @@ from tests.commit.states import HANGS_S, Gate
 from tests.distributed.layouts import full, group_of, layout, meet
 from tests.distributed.pool import Pool
 from tests.distributed.test_failures import Refusing
+from tests.support.torch_release import FSDP2
 
 KIB = 1 << 10
 PIECES = 3
@@ -294,6 +295,7 @@ def train_sharded(rank: int, path: Path) -> None:
             assert pending.wait().content_id == wanted
 
 
+@FSDP2
 def test_shards_are_staged_lazily_and_steps_wait(pool: Pool, tmp_path: Path) -> None:
     pool.run(train_sharded, tmp_path / "store")
 

@@ -26,6 +26,7 @@ from tests.distributed.layouts import full, local, meet, mesh_of, placed, quietl
 from tests.distributed.pool import Pool
 from tests.distributed.test_dcp_training import net, trained
 from tests.interop.dcp_states import same
+from tests.support.torch_release import FSDP2
 
 # -- failures --
 
@@ -203,6 +204,7 @@ def state_of(
     return {"model": dict(model), "optim": optim}
 
 
+@FSDP2
 def test_training_moves_between_tensor_parallel_hybrid_and_both(pool: Pool, tmp_path: Path) -> None:
     pool.run(quietly, move, tmp_path / "store")
     with ckptstore.open(tmp_path / "store") as store:

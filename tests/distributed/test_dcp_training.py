@@ -15,6 +15,7 @@ import ckptstore
 from ckptstore.interop.dcp import StoreReader, StoreWriter
 from tests.distributed.layouts import group_of, meet, mesh_of, quietly
 from tests.distributed.pool import Pool
+from tests.support.torch_release import FSDP2
 
 
 def net() -> torch.nn.Module:
@@ -116,6 +117,7 @@ def load_and_train(rank: int, path: Path, name: str, n: int, kind: str) -> None:
     )
 
 
+@FSDP2
 @pytest.mark.parametrize("kind", list(WRAPPERS))
 def test_training_moves_between_wrappers_and_numbers_of_ranks(
     pool: Pool, tmp_path: Path, kind: str

@@ -26,6 +26,7 @@ from ckptstore.repository import memory_budget
 from ckptstore.repository.pack_writer import PackSet
 from tests.distributed.layouts import full, group_of, layout, meet, placed
 from tests.distributed.pool import Pool
+from tests.support.torch_release import OLD_TORCH
 
 
 class Refusing(nn.Linear):
@@ -243,7 +244,7 @@ def sharded_over(ranks: list[int], number: int) -> dict[str, Any]:
     mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
     rows, fused = (
         placed(full() + number, mesh, (each,))
-        for each in (Shard(0), _StridedShard(0, split_factor=3))
+        for each in (Shard(0), Shard(1) if OLD_TORCH else _StridedShard(0, split_factor=3))
     )
     return {"w": {"x": rows, "y": torch.arange(200_000.0) + number, "z": fused}}
 

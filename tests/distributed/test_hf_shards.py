@@ -13,6 +13,7 @@ from ckptstore.interop.formats import export, import_path
 from tests.distributed.layouts import meet, mesh_of, placed, quietly
 from tests.distributed.pool import Pool
 from tests.interop.test_directories import contents
+from tests.support.torch_release import OLD_TORCH
 
 LAYOUTS = {
     "rows": (False, (Shard(0),)),
@@ -56,6 +57,7 @@ def write(rank: int, path: Path, files: int) -> None:
     dcp.save(state, storage_writer=writer)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.6 has no writer of Hugging Face's shards")
 @pytest.mark.parametrize("files", [1, 3])
 def test_shards_of_the_real_writer_are_one_state_again(
     pool: Pool, tmp_path: Path, files: int

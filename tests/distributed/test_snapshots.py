@@ -20,6 +20,7 @@ from ckptstore.interop.torchsnapshot.manifest import ShardedTensorEntry, is_repl
 from ckptstore.interop.torchsnapshot.tricks import FSDPOptimizerAdapter
 from tests.distributed.layouts import full, group_of, layout, meet, mesh_of
 from tests.distributed.pool import Pool, RankFailed
+from tests.support.torch_release import FSDP2
 
 
 def group(rank: int, n: int) -> Any:
@@ -317,6 +318,7 @@ def take_and_restore_fsdp1(path: str) -> list[Any]:
     return [torch.equal(mine["exp_avg"], theirs["exp_avg"]) for mine, theirs in pairs]
 
 
+@FSDP2
 def test_fsdp_modules_and_their_optimizers_come_back(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(take_fsdp, str(tmp_path)) == [[True, True]] * 4
     got = pool.run(take_fsdp1, str(tmp_path))

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptstore
 from tests.distributed.layouts import group_of, meet, mesh_of
 from tests.distributed.pool import Pool
+from tests.support.torch_release import FSDP2
 
 
 def network() -> nn.Module:
@@ -120,6 +121,7 @@ def trained(
     return path, losses
 
 
+@FSDP2
 @pytest.mark.parametrize("run", ["fsdp", "ddp"])
 @pytest.mark.parametrize(("kind", "n"), [("fsdp", 4), ("fsdp", 2), ("ddp", 3), ("fsdp", 1)])
 def test_training_goes_on_where_it_stopped(

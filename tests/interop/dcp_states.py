@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.torch_release import OLD_TORCH
+
 try:
     from torch.distributed.checkpoint import FsspecReader  # type: ignore[attr-defined]
 except ImportError:  # before torch 2.15
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 __all__ = ["ASYNC", "NO_DIST", "OLD_TORCH", "FsspecReader", "nested", "same", "zeros"]
-
-OLD_TORCH = torch.torch_version.TorchVersion(torch.__version__) < (2, 7)
-"""Whether this is the oldest supported torch, with a more limited DCP."""
 
 NO_DIST: dict[str, Any] = {} if OLD_TORCH else {"no_dist": True}
 """Tells DCP that no rank is beside this one. Torch 2.6 looks for itself, and warns."""

@@ -21,6 +21,7 @@ from ckptstore.interop.formats import Labels, export, import_path, new_files
 from ckptstore.plugins.parsers.safetensors_header import encode_header, parse_header, read_header
 from ckptstore.store import Store
 from tests.maintenance.stores import files, flip
+from tests.support.torch_release import FLOAT4
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -245,6 +246,7 @@ def test_elements_narrower_than_a_byte_keep_their_bytes(tmp_path: Path, store: S
     assert read_header(place).entries[0].shape == (2, 3)
 
 
+@FLOAT4
 def test_a_scalar_of_two_elements_in_a_byte_has_no_shape_in_a_file(
     tmp_path: Path, store: Store
 ) -> None:

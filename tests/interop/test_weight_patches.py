@@ -37,7 +37,8 @@ def patched(
         there = result[name]
         assert (shape, dtype) == (tuple(there.shape), there.dtype)
         assert indices.dtype == torch.int32
-        there.view(-1)[indices.long()] = values
+        bits = torch.uint8 if dtype.itemsize == 1 else dtype  # torch 2.6 indexes no 8-bit floats
+        there.view(-1).view(bits)[indices.long()] = values.view(bits)
     return result
 
 
