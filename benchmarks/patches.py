@@ -3,9 +3,9 @@ patches and without, beside `torch.save` with fsync, in random order of each ste
 
 `--case sparse` changes `--changed` of the elements of bfloat16 weights by one in the last place, as
 a step of reinforcement learning does; `rows` some rows of a table; `dense` all of fp32 weights with
-two moments, where no patch is made and none may cost anything. Figures are medians of the steps,
-processor time beside the time by the clock; `restore` is of the first, the middle and the last
-commit, warm.
+two moments, where no patch is made and none may cost anything; `mixed` all of bfloat16 weights,
+their masters and two moments. Figures are medians of the steps, processor time beside the time by
+the clock; `restore` is of the first, the middle and the last commit, warm, and of weights alone.
 """
 
 import argparse
@@ -22,6 +22,9 @@ from pathlib import Path
 import torch
 
 import ckptstore
+
+RESTORES = 6
+"""Of each commit and store; the first does not count."""
 
 State = dict[str, torch.Tensor]
 
@@ -46,6 +49,12 @@ def dense(state: State, share: float) -> None:
         tensor.mul_(1.0001).add_(1e-5)
 
 
+def mixed(state: State, share: float) -> None:
+    """Every element is trained, and weights are rounded from their masters."""
+    dense(state, share)
+    state["w"].copy_(state["masters"])
+
+
 def state_of(case: str, megabytes: int) -> tuple[State, Callable[[State, float], None]]:
     nbytes = megabytes << 20
     match case:
@@ -53,6 +62,9 @@ def state_of(case: str, megabytes: int) -> tuple[State, Callable[[State, float],
             return {"w": torch.randn(nbytes // 2).to(torch.bfloat16)}, sparse
         case "rows":
             return {"table": torch.randn(nbytes // 512, 128)}, rows
+        case "mixed":
+            masters, m, v = torch.randn(3, nbytes // 14)
+            return {"w": masters.to(torch.bfloat16), "masters": masters, "m": m, "v": v}, mixed
     return {name: torch.randn(nbytes // 12) for name in ("w", "m", "v")}, dense
 
 
@@ -89,17 +101,18 @@ def committed(store: ckptstore.Store, state: State, step: int) -> float:
     return store.commit({"state": state}, step=step).new_bytes
 
 
-def restores(store: ckptstore.Store, state: State, steps: list[int]) -> dict[int, float]:
-    """Seconds of a warm restore of each of some commits: the least of three."""
-    found: dict[int, float] = {}
-    for step in steps:
-        target = {"state": {name: torch.zeros_like(tensor) for name, tensor in state.items()}}
-        took = []
-        for _ in range(3):
-            began = time.perf_counter()
-            store.checkout(step).restore(target)
-            took.append(time.perf_counter() - began)
-        found[step] = min(took)
+def restores(stores: dict[str, ckptstore.Store], state: State, step: int) -> dict[str, Timed]:
+    """Warm restores of a commit, of all stores in turns."""
+    found = {name: Timed() for name in stores}
+    target = {"state": {name: torch.zeros_like(tensor) for name, tensor in state.items()}}
+
+    def restored(store: ckptstore.Store) -> float:
+        store.checkout(step).restore(target, select=[f"state/{name}" for name in state])
+        return 0
+
+    for _ in range(RESTORES):
+        for name in random.sample(list(stores), len(stores)):
+            found[name].run(partial(restored, stores[name]))
     return found
 
 
@@ -108,7 +121,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--case", choices=("sparse", "rows", "dense"), default="sparse")
+    parser.add_argument("--case", choices=("sparse", "rows", "dense", "mixed"), default="sparse")
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--changed", type=float, default=0.01)
     parser.add_argument("--commits", type=int, default=16)
@@ -140,11 +153,16 @@ def main() -> None:
         for name, each in timed.items():
             print(each.line(name, nbytes))
         steps = [0, asked.commits // 2, asked.commits - 1]
-        ours, others = (restores(store, state, steps) for store in (patched, whole))
-        for step in steps:
-            print(
-                f"restore of {step:3}  {ours[step]:.3f} s, {others[step] / ours[step]:.2f} of whole"
-            )
+        stores = {"patched": patched, "whole": whole}
+        parts = (
+            {"all": state, "weights": {"w": state["w"]}}
+            if asked.case == "mixed"
+            else {"all": state}
+        )
+        for part, step in ((part, step) for part in parts for step in steps):
+            print(f"restore of {part} of {step}")
+            for name, each in restores(stores, parts[part], step).items():
+                print(each.line(name, nbytes))
     shutil.rmtree(asked.folder)
 
 

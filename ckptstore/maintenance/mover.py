@@ -24,7 +24,8 @@ from ckptstore.core.ids import ChunkId
 from ckptstore.core.model import PackRecord
 from ckptstore.log.entries import Register, new_packs
 from ckptstore.log.log import Log, Refused
-from ckptstore.repository.chunk_store import NO_BASES, ObjectStore
+from ckptstore.repository.chunk_reader import NO_BASES
+from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import Scratch
 

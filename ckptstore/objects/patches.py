@@ -175,9 +175,12 @@ def head_of(stored: Stored) -> Head:
     )
 
 
-def round_into(function: int, masters: Sequence[memoryview], out: memoryview) -> None:
+def round_into(
+    function: int, masters: Sequence[memoryview], out: memoryview, *, exactly: bool = True
+) -> None:
     """Fill `out` with the rounding of the raw bytes of masters, one behind the other, which have
-    twice as many bytes. Raises `Corrupt`; `out` is then undefined."""
+    twice as many bytes. NaN may get other bits if not `exactly`. Raises `Corrupt`; `out` is then
+    undefined."""
     sizes = [len(master) for master in masters]
     if sum(sizes) != 2 * len(out) or any(size % 4 for size in sizes):
         raise Corrupt(
@@ -190,7 +193,7 @@ def round_into(function: int, masters: Sequence[memoryview], out: memoryview) ->
         some = words[start : (start := start + len(bits))]
         is_fast = fast is not None and len(bits) >= _FAST_WORDS_MIN and fast(function, bits, some)
         # Libraries make different bits of NaN, which a maximum shows.
-        if not is_fast or np.isnan(bits.view("<f4").max()):
+        if not is_fast or (exactly and np.isnan(bits.view("<f4").max())):
             for at in range(0, len(bits), _ROUNDED_WORDS):
                 part = slice(at, at + _ROUNDED_WORDS)
                 round_exactly(function, bits[part], some[part])
@@ -269,7 +272,9 @@ def _parsed(stored: Stored, words: int, tail_bytes: int) -> _Patch:
 
 def _add(patches: Sequence[_Patch], words: codecs.Words) -> None:
     """Add the differences of patches to the words of a chunk; raises `Corrupt`."""
-    count, start = sum(patch.head.words for patch in patches), 0
+    if not (count := sum(patch.head.words for patch in patches)):
+        return
+    start = 0
     at, changes = np.zeros(count, "<i8"), np.empty(count, words.dtype)
     for head, gaps, _, changed in patches:
         stop = start + head.words

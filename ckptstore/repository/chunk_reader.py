@@ -43,6 +43,8 @@ has."""
 METADATA_BYTES_MAX = 256 << 20
 """No chunk is larger that is read into new memory. A forged footer must not cost more."""
 
+NO_BASES: Mapping[ChunkId, memoryview] = {}
+
 Problem: TypeAlias = Corrupt | NotFound | Unavailable
 
 T = TypeVar("T")
@@ -152,7 +154,7 @@ class Request:
     describe: Callable[[int], str]
     verify_ids: bool
     past_cache: bool = False
-    bases: Mapping[ChunkId, memoryview] = field(default_factory=dict)
+    bases: Mapping[ChunkId, memoryview] = field(default_factory=lambda: NO_BASES)
     is_base: bool = False
 
     def ids_of(self, positions: Sequence[int]) -> bytes:

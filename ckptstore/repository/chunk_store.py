@@ -10,7 +10,6 @@ restored store may give known numbers to other packs.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,8 +21,6 @@ from ckptstore.core.ids import (
     CHUNK_ID_BYTES,
     ChunkId,
     PackId,
-    checksum,
-    digest,
     document_key,
     pack_key,
 )
@@ -38,10 +35,10 @@ from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs, patches
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
+    NO_BASES,
     FileRange,
     MergedRead,
     PackRead,
-    Problem,
     Request,
     StoredChunk,
     StoredPatch,
@@ -58,17 +55,9 @@ from ckptstore.repository.footers import (
     readable_tables,
 )
 from ckptstore.repository.memory_budget import ReadRoom
-from ckptstore.repository.near_chunks import NearChunks
 from ckptstore.repository.patch_bases import PatchBases
-from ckptstore.repository.patch_chains import (
-    LOOKS,
-    PatchChain,
-    Rounded,
-    RoundedChunk,
-    Whole,
-    follow,
-    groups,
-)
+from ckptstore.repository.patch_chains import LOOKS, Rounded, RoundedChunk, follow
+from ckptstore.repository.patched_chunks import Damaged, Located, PatchedReads, overlap
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
 from ckptstore.storage.contract import Storage
 from ckptstore.storage.read_cache import ReadCache
@@ -99,8 +88,6 @@ REMOTE_READ_BYTES = 4 * MIB
 AHEAD_PACKS, AHEAD_BYTES = 32, 2 * MIB
 """So many packs of at most so many bytes are read ahead: moving them takes as long as the requests
 that wait for each other otherwise."""
-
-NO_BASES: Mapping[ChunkId, memoryview] = {}
 
 ALONE = ReadRoom(1, RUN_BYTES, 0, 0)
 """A read on the calling thread."""
@@ -184,6 +171,8 @@ class ObjectStore:
         """Each of `ids` (32 bytes each) with its position: LOCATED_DTYPE rows. `found` is 0 if
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
+        if not ids:
+            return rows
         numbers = set(rows["pack"][rows["found"] == 1].tolist())
         indexed, listed = self.index.pack_ids(numbers), self.listed(numbers)
         foreign = [n for n in numbers if n not in listed or indexed.get(n) != listed[n].id]
@@ -313,9 +302,9 @@ class ObjectStore:
 
         `threads`, if given, share the work within `room`. `describe(i)` names chunk `i` in errors.
         With `verify_ids`, bytes are compared with the ids too; `past_cache` reads the store itself.
-        `bases` are chunks that the caller has in memory, of which others may be patches; with them,
-        the memory of `out` must not overlap. They may be damaged: then they are read. With
-        `is_base`, others are made of the chunks' rounding, and so none of them is rounded itself.
+        `bases` are chunks that the caller has in memory, of which others may be patches. They may
+        be damaged: then they are read. With `is_base`, others are made of the chunks' rounding, and
+        so none of them is rounded itself.
 
         Raises `Corrupt` for a chunk whose bytes do not match, or whose length is not that of
         `out`, `NotFound` for one that no listed pack holds.
@@ -327,20 +316,26 @@ class ObjectStore:
                 left, where = self._not_cached(request, self._cache, threads), None
             if where is None:
                 where = self.located(request.ids_of(left))
-            damaged: dict[int, tuple[PackId, Problem]] = {}
+            damaged = Damaged()
+            patched = list[Located]()
             while left:
-                left, where = self._patched(request, left, where, damaged, threads, room)
+                if (is_patch := where["codec"] == codecs.PATCH).any():
+                    numbers = np.asarray(left)
+                    patched.append(Located(numbers[is_patch], where[is_patch]))
+                    left, where = numbers[~is_patch].tolist(), where[~is_patch]
                 runs, moved, count = self._plan(request, left, where, room)
                 alone = not self._remote and int(where["stored"].sum()) <= ALONE_BYTES
-                numbers = shared(range(len(runs)))
-                work = partial(self._read, request, runs, moved, damaged, numbers)
+                queue = shared(range(len(runs)))
+                work = partial(self._read, request, runs, moved, damaged, queue)
                 if threads is None or alone or len(runs) < 2:
                     work()
                 else:
-                    threads.together([work] * min(count, len(runs)), numbers.stop)
+                    threads.together([work] * min(count, len(runs)), queue.stop)
                 if not moved:
                     break
                 left, where = self._where_moved(request, where, moved, damaged)
+            if patched:
+                damaged |= self._read_patched(request, patched, damaged, threads, room)
             if damaged:
                 self._distrust(pack for pack, _ in damaged.values())
                 packs = () if past_cache else self._log.replay().packs.values()
@@ -349,6 +344,29 @@ class ObjectStore:
             if self.rescue is None:
                 raise
             self.rescue(ids, out, error)
+
+    def _read_patched(
+        self,
+        request: Request,
+        patched: Sequence[Located],
+        damaged: Iterable[int],
+        threads: ThreadPool | None,
+        room: ReadRoom,
+    ) -> Damaged:
+        """Read the chunks that are stored as patches, once all others were, but for `damaged`."""
+        left = Located.joined(patched)
+        unread = {*left.numbers.tolist(), *damaged}
+        read = {request.id(i): out for i, out in enumerate(request.out) if i not in unread}
+        reads = PatchedReads(
+            self,
+            request,
+            {**read, **request.bases},
+            None if request.past_cache else self._cache,
+            threads.scratch if threads else Scratch(),
+            room,
+            overlap(request.out),
+        )
+        return reads.read_all(left, threads)
 
     def _distrust(self, packs: Iterable[PackId]) -> None:
         """Packs with a chunk that could not be read are no longer relied on for chunks: the next
@@ -423,140 +441,6 @@ class ObjectStore:
                 return
         self.read_into(entry.chunk, [out], describe=lambda _: name, verify_ids=verify_ids)
 
-    def _patched(
-        self,
-        request: Request,
-        left: Sequence[int],
-        where: "NDArray[np.void]",
-        damaged: dict[int, tuple[PackId, Problem]],
-        threads: ThreadPool | None,
-        room: ReadRoom,
-    ) -> tuple[Sequence[int], "NDArray[np.void]"]:
-        """Read those of the chunks `left` that are stored as patches; unreadable ones become
-        `damaged`. Returns the others."""
-        is_patch = where["codec"] == codecs.PATCH
-        if not is_patch.any():
-            return left, where
-        numbers = np.asarray(left)
-        rows, positions = where[is_patch], numbers[is_patch]
-        if request.bases:
-            # Most are a step away, and are made in place: a read for each pack.
-            packs = [rows["pack"] == number for number in np.unique(rows["pack"])]
-            some = [(positions[its].tolist(), rows[its]) for its in packs]
-        else:
-            some = groups(rows, positions.tolist(), room.read_bytes)
-        spread = threads.spread if threads and len(some) > 1 else one_by_one
-        scratch = threads.scratch if threads else Scratch()
-        spread(lambda group: self._read_patched(request, *group, damaged, scratch), some)
-        return numbers[~is_patch].tolist(), where[~is_patch]
-
-    def _read_patched(
-        self,
-        request: Request,
-        positions: Sequence[int],
-        where: "NDArray[np.void]",
-        damaged: dict[int, tuple[PackId, Problem]],
-        scratch: Scratch,
-    ) -> None:
-        """Make chunks that are stored as patches of the whole chunks that they come from: in other
-        memory than the request's, in which chunks may overlap, unless it brings bases."""
-        cache = None if request.past_cache else self._cache
-        chains = follow(NearChunks(self, request.bases, cache), where)
-        rows = {i: where[n : n + 1] for n, i in enumerate(positions)}
-        problems: dict[int, Problem] = {}
-        aside = () if request.bases else positions
-        with scratch.lend(sum(len(request.out[i]) for i in aside)) as memory:
-            made = {i: request.out[i] for i in positions}
-            for i in aside:
-                made[i], memory = memory[: len(request.out[i])], memory[len(request.out[i]) :]
-            problems |= self._read_whole(request, made, chains, scratch)
-            for i in made.keys() - problems.keys():
-                try:
-                    chains[request.id(i)].make(made[i])
-                    _check(request, i, made[i], rows[i]["checksum"].tobytes())
-                except Corrupt as error:
-                    problems[i] = error
-            for i in aside:
-                if i not in problems:
-                    request.out[i][:] = made[i]
-                    if cache is not None:
-                        cache.put(request.id(i), made[i])
-        if request.bases and problems:
-            # A base in memory may be damaged, and is no reason to distrust a pack.
-            alone, left = replace(request, bases=NO_BASES), sorted(problems)
-            again = np.concatenate([rows[i] for i in left])
-            self._read_patched(alone, left, again, damaged, scratch)
-            return
-        packs = self.listed(set(where["pack"].tolist()))
-        for i, problem in problems.items():
-            pack = packs.get(int(rows[i]["pack"][0]))
-            damaged[i] = pack.id if pack else PackId("unlisted"), problem
-
-    def _read_whole(
-        self,
-        request: Request,
-        out: Mapping[int, memoryview],
-        chains: Mapping[ChunkId, PatchChain],
-        scratch: Scratch,
-    ) -> dict[int, Problem]:
-        """Read the whole chunk at the end of the chain of each chunk of the request into the memory
-        of `out`. Returns the problems of those that cannot be read."""
-        found: dict[int, Problem] = {}
-        places: dict[int, NDArray[np.void]] = {}
-        for i in out:
-            end = chains[request.id(i)].end
-            if isinstance(end, Rounded):
-                try:
-                    self._round(request, end, out[i], scratch)
-                except (Corrupt, NotFound) as error:
-                    found[i] = error
-            elif not isinstance(end, Whole):
-                found[i] = end or NotFound("its chain of patches has no end")
-            elif (base := request.bases.get(ChunkId(end.row["chunk"].tobytes()))) is None:
-                places[i] = end.row
-            elif len(base) == len(out[i]):
-                out[i][:] = base
-            else:
-                found[i] = Corrupt(f"its base in memory has {len(base)} bytes")
-        try:
-            if places:
-                where = np.concatenate(list(places.values()))
-                self.read_into(
-                    where["chunk"].tobytes(),
-                    [out[i] for i in places],
-                    where=where,
-                    describe=lambda n: f"the base of {request.describe(list(places)[n])}",
-                    past_cache=request.past_cache,
-                )
-        except (Corrupt, NotFound) as error:
-            if len(places) == 1:
-                return found | dict.fromkeys(places, error)
-            for i in places:
-                found |= self._read_whole(request, {i: out[i]}, chains, scratch)
-        return found
-
-    def _round(self, request: Request, of: Rounded, out: memoryview, scratch: Scratch) -> None:
-        """Fill `out` with the rounding of chunks, which no rounding makes. Raises `Corrupt`,
-        before it allocates more than three times as much as `out` has, and `NotFound`."""
-        if request.is_base:
-            raise Corrupt("a base of its patch is rounded itself; run `ckptstore fsck`")
-        where = self.located(b"".join(of.bases))
-        sizes = where["raw"].tolist()
-        if sum(sizes) > 3 * len(out):
-            raise Corrupt(f"the bases of its patch have {sizes} bytes; run `ckptstore fsck`")
-        with scratch.lend(sum(sizes)) as memory:
-            masters = [memory[sum(sizes[:n]) : sum(sizes[: n + 1])] for n in range(len(sizes))]
-            self.read_into(
-                where["chunk"].tobytes(),
-                masters,
-                where=where,
-                describe=lambda n: "rounded to another chunk",
-                past_cache=request.past_cache,
-                bases=request.bases,
-                is_base=True,
-            )
-            patches.round_into(of.function, masters, out)
-
     @uncollected()
     def _plan(
         self,
@@ -617,7 +501,7 @@ class ObjectStore:
         request: Request,
         runs: Sequence[tuple[Pack, MergedRead]],
         moved: list[int],
-        damaged: dict[int, tuple[PackId, Problem]],
+        damaged: Damaged,
         numbers: Iterable[int],
     ) -> None:
         """Execute the reads `numbers`. Adds chunks whose pack is absent, or that the index
@@ -657,7 +541,7 @@ class ObjectStore:
         request: Request,
         where: "NDArray[np.void]",
         moved: Sequence[int],
-        damaged: dict[int, tuple[PackId, Problem]],
+        damaged: Damaged,
     ) -> tuple[list[int], "NDArray[np.void]"]:
         """Locate again the chunks whose pack gc deleted after it had copied them elsewhere. That
         may happen again during the lookup. Chunks of a listed pack are `damaged`."""
@@ -689,15 +573,6 @@ class ObjectStore:
         if self._batches:
             self._batches.close()
         self.index.close()
-
-
-def _check(request: Request, i: int, made: memoryview, wanted: bytes) -> None:
-    """Raise `Corrupt` unless the bytes made for chunk `i` match their checksum, and their id where
-    that is asked for."""
-    if checksum(made) != wanted or (request.verify_ids and digest(made) != request.id(i)):
-        raise Corrupt(
-            "what patches make of its base does not match its checksum; run `ckptstore fsck`"
-        )
 
 
 def _places(where: "NDArray[np.void]") -> dict[ChunkId, tuple[int, int]]:

@@ -11,7 +11,7 @@ A patch that rounds its bases ends a chain. Its bases are read as any chunks are
 may make one of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -66,7 +66,7 @@ class Whole:
     """The place of a chunk that is stored whole: a row of `LOCATED_DTYPE`."""
 
     def __init__(self, row: "NDArray[np.void]") -> None:
-        self.row = row
+        self.row, self.chunk = row, ChunkId(row["chunk"].tobytes())
 
 
 class Rounded(NamedTuple):
@@ -99,7 +99,9 @@ class PatchChain:
     def make(self, out: memoryview) -> None:
         """Make the chunk's raw bytes in `out`, which holds those of the whole chunk, or what
         rounding made; raises `Corrupt`."""
-        patches.apply(((patch.stored, patch.entry.width) for patch in reversed(self.patches)), out)
+        if any(patch.head.words or patch.head.tail_bytes for patch in self.patches):
+            chain = ((patch.stored, patch.entry.width) for patch in reversed(self.patches))
+            patches.apply(chain, out)
 
 
 def follow(
@@ -228,16 +230,3 @@ def _step(lookup: ChunkLookup, pack: Pack, found: Found) -> Step:
             return NotFound(f"the chunk lies elsewhere than the index says: {problem}")
         lookup.suspect_packs.add(pack.id)
     return problem
-
-
-def groups(
-    rows: "NDArray[np.void]", positions: Sequence[int], limit_bytes: int
-) -> list[tuple[Sequence[int], "NDArray[np.void]"]]:
-    """Chunks with their places, in groups of at most `limit_bytes` of raw bytes; a larger chunk is
-    a group alone. Those that lie side by side go together."""
-    order = np.lexsort((rows["offset"], rows["pack"]))
-    ends = np.concatenate(([0], np.cumsum(rows["raw"][order].astype(np.int64)))).tolist()
-    return [
-        ([positions[i] for i in order[some].tolist()], rows[order[some]])
-        for some in coalesce(ends[:-1], ends[1:], limit_bytes=limit_bytes)
-    ]

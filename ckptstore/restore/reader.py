@@ -22,8 +22,8 @@ from ckptstore.errors import Corrupt, InvalidInput, Thinned
 from ckptstore.objects.documents import Layout, decode_document, decode_layout
 from ckptstore.objects.pages import join_pages
 from ckptstore.objects.schema import decode_schema, parts_of
-from ckptstore.repository.chunk_reader import located_entries
-from ckptstore.repository.chunk_store import NO_BASES, ObjectStore
+from ckptstore.repository.chunk_reader import NO_BASES, located_entries
+from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import items_of
 from ckptstore.repository.memory_budget import ReadRoom, read_room
 from ckptstore.repository.thread_pool import ThreadPool
@@ -418,9 +418,10 @@ class Reader:
         # group: fresh pages would cost more than the bytes that go through them.
         groups = list(_grouped((job for job in jobs if job.place is None), reading.room))
         scratch = memoryview(bytearray(max((group.stop for group in groups), default=0)))
+        bases = {job.piece.chunk: place for job, place in direct} if groups else NO_BASES
         for group in groups:
             aside = [(job, scratch[at : at + job.piece.raw_bytes]) for at, job in group.jobs]
-            self.fetch(aside, reading)
+            self.fetch(aside, reading, bases)
             for job, data in aside:
                 job.land(data)
         return sum(job.piece.raw_bytes for job in jobs)
@@ -432,7 +433,7 @@ class Reader:
         bases: Mapping[ChunkId, memoryview] = NO_BASES,
     ) -> None:
         """Read and verify chunks, each into its memory. `bases` are chunks of which they may be
-        patches, in memory that none of them overlaps; a damaged one is not used."""
+        patches; a damaged one is not used."""
         self._objects.read_into(
             b"".join(job.piece.chunk for job, _ in jobs),
             [memory for _, memory in jobs],

@@ -32,7 +32,7 @@ def round_words(function: int, bits: npt.NDArray[Any], out: npt.NDArray[Any]) ->
     if len(bits) <= PIECE:
         rounded.copy_(numbers)
     else:
-        torch._foreach_copy_(rounded.split(PIECE), numbers.split(PIECE))
+        torch._foreach_copy_(rounded.unsafe_split(PIECE), numbers.unsafe_split(PIECE))
     return True
 
 

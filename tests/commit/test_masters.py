@@ -2,10 +2,10 @@
 moves, collects or damages chunks knows that they need two."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from ckptstore.state.leaf_sources import BytesSource
 from ckptstore.storage.local import LocalStorage
 from tests.maintenance.stores import heal
 from tests.net.training import same
-from tests.support.patching import small_chunks_too
+from tests.support.patching import roundings, small_chunks_too
 
 STORAGE = ckptstore.Storage(chunk_bytes=64 << 10)
 SHAPES = ((300, 200), (40_001,), (17_000,), (3, 70, 129))
@@ -132,6 +132,9 @@ def test_weights_outlive_what_others_do_with_their_masters(way: str, tmp_path: P
             ckptstore.clone(tmp_path / "s", tmp_path / "mirror").close()
         for _ in range(2):
             store.gc(grace_s=0, max_unused=0)
+        if way == "compacted":
+            assert_nearer(store)
+            assert any(len(each.bases) == 2 for each in roundings(store)), "none was of two chunks"
         ref = 4 if way == "forgotten" else 1 if way == "thinned" else 2
         check(store, ref, {"model": state(min(ref, 2), torch.bfloat16)["model"]})
         assert not store.fsck("data").findings
@@ -142,6 +145,104 @@ def test_weights_outlive_what_others_do_with_their_masters(way: str, tmp_path: P
     if way == "mirrored":
         with ckptstore.open(tmp_path / "mirror") as mirror:
             check(mirror, 2, kept)
+
+
+MASTERS_BYTES = sum(4 * int(np.prod(shape)) for shape in SHAPES)
+
+
+class Reads(NamedTuple):
+    """How many bytes each read of a pack takes, and what happens once the masters were read."""
+
+    nbytes: list[int]
+    behind_masters: list[Callable[[], object]]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    found, read_into = Reads([], []), LocalStorage.read_into
+
+    def reading(self: LocalStorage, key: str, start: int, out: Sequence[memoryview]) -> None:
+        if found.behind_masters and sum(found.nbytes) >= MASTERS_BYTES:
+            found.behind_masters.pop()()
+        read_into(self, key, start, out)
+        found.nbytes.append(sum(map(len, out)) if key.startswith("packs/") else 0)
+
+    monkeypatch.setattr(LocalStorage, "read_into", reading)
+    return found
+
+
+def beside(dtype: torch.dtype, *, any_bits: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights and their masters, some of which are not what the weights round."""
+    single = state(1, dtype)["optimizer"]["fp32"]
+    if not any_bits:
+        single = {name: each.nan_to_num(1, 2, 3) for name, each in single.items()}
+    half = {name: each.to(dtype) for name, each in single.items()}
+    half["w0"].view(-1)[4000:8000:100] += 1
+    return {"half": half, "single": single}
+
+
+def zeros(
+    like: dict[str, dict[str, torch.Tensor]], dtype: torch.dtype | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        key: {name: torch.zeros_like(each, dtype=dtype) for name, each in some.items()}
+        for key, some in like.items()
+    }
+
+
+def alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return all(same(found[name], each) for name, each in wanted.items())
+
+
+@pytest.mark.parametrize("to", [None, torch.float32], ids=str)
+def test_a_restore_reads_masters_once(to: torch.dtype | None, tmp_path: Path, reads: Reads) -> None:
+    """For themselves and for the weights, be these converted or not."""
+    wanted = beside(torch.bfloat16)
+    with ckptstore.open(tmp_path / "s", storage=STORAGE) as store:
+        stored = store.commit(wanted, step=1).new_bytes
+        assert stored < 1.3 * MASTERS_BYTES
+        reads.nbytes.clear()
+        target = zeros(wanted, to)
+        store.checkout(1).restore(target, dtype=to)
+        assert MASTERS_BYTES < sum(reads.nbytes) < 1.01 * stored
+        assert alike(target["single"], wanted["single"])
+        assert alike(
+            target["half"], {name: w.to(to or w.dtype) for name, w in wanted["half"].items()}
+        )
+
+
+@pytest.mark.parametrize("any_bits", [False, True], ids=["numbers", "any bits"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masters_that_others_write_to_meanwhile_cost_no_weights(
+    dtype: torch.dtype, any_bits: bool, tmp_path: Path, reads: Reads
+) -> None:
+    """Nor is their pack distrusted. What NaN round to is as the format states."""
+    wanted = beside(dtype, any_bits=any_bits)
+    with ckptstore.open(tmp_path / "s", storage=STORAGE) as store:
+        store.commit(wanted, step=1)
+        target = zeros(wanted)
+        reads.nbytes.clear()
+        reads.behind_masters.append(lambda: [each.fill_(7) for each in target["single"].values()])
+        store.checkout(1).restore(target)
+        assert not reads.behind_masters and not alike(target["single"], wanted["single"])
+        assert alike(target["half"], wanted["half"])
+        assert not store._handle.objects.suspect_packs.packs()
+        store.checkout(1).restore(target)
+        assert all(alike(target[key], wanted[key]) for key in wanted)
+
+
+def test_chunks_whose_memory_overlaps_are_made_aside(tmp_path: Path, reads: Reads) -> None:
+    """Else the words that no rounding makes were added twice, and the masters were read again."""
+    wanted = beside(torch.bfloat16)
+    with ckptstore.open(tmp_path / "s", storage=STORAGE) as store:
+        store.commit(wanted, step=1)
+        raw = memoryview(wanted["half"]["w0"].view(-1).view(torch.uint8).numpy())
+        first = next(each for each in roundings(store) if each.id == digest(raw[: each.raw_bytes]))
+        memory = memoryview(bytearray(first.raw_bytes))
+        reads.nbytes.clear()
+        store._handle.objects.read_into(first.id * 2, [memory, memory])
+        assert memory == raw[: first.raw_bytes]
+        assert sum(reads.nbytes) < 3 * first.raw_bytes
 
 
 def test_a_damaged_master_is_healed_with_its_weights(tmp_path: Path) -> None:

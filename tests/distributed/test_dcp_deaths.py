@@ -23,6 +23,7 @@ from ckptstore.repository.pack_writer import PackSet
 from tests.distributed.layouts import full, placed, quietly
 from tests.distributed.pool import Pool
 from tests.support.checker import assert_no_garbage_after_gc
+from tests.support.patching import roundings
 
 PHASES: dict[str, tuple[Any, str, bool]] = {
     "a plan of its own": (StoreWriter, "prepare_local_plan", False),
@@ -46,8 +47,15 @@ def state(ranks: list[int], number: int) -> dict[str, Any]:
     return {
         "w": placed(full() + number, mesh, (Shard(0),)),
         "same": torch.arange(100_000.0) + number,
+        **{name: placed(each, mesh, (Shard(0),)) for name, each in mixed(number).items()},
         "number": number,
     }
+
+
+def mixed(number: int) -> dict[str, torch.Tensor]:
+    """Masters, and weights that are their rounding, of which each rank has enough of to say so."""
+    masters = torch.randn(RANKS * 256, 1024, generator=torch.Generator().manual_seed(number))
+    return {"half": masters.to(torch.bfloat16), "single": masters}
 
 
 def die(rank: int, path: Path, victim: int, phase: str) -> None:
@@ -96,14 +104,14 @@ def check(path: Path, victim: int, phase: str) -> None:
         assert sorted(content["model"]["number"] for content in contents.values()) == (
             [1, 2, 3] if phase == "an entry" else [1, 3]
         )
+        assert len(roundings(store)) >= RANKS
         assert not store.fsck(read_data="100%").damaged
     assert_no_garbage_after_gc(path, contents)
 
 
 def contents_of(number: int) -> dict[str, Any]:
-    return {
-        "model": {"w": full() + number, "same": torch.arange(100_000.0) + number, "number": number}
-    }
+    plain = {"w": full() + number, "same": torch.arange(100_000.0) + number, "number": number}
+    return {"model": plain | mixed(number)}
 
 
 @pytest.mark.soak

@@ -26,7 +26,7 @@ from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.log_snapshots import encode_state
 from ckptstore.maintenance.check import Level
 from ckptstore.maintenance.compact.plan import CompactPolicy
-from ckptstore.objects.codecs import RAW
+from ckptstore.objects.codecs import PATCH, RAW
 from ckptstore.objects.documents import decode_document
 from ckptstore.objects.pack import TRAILER_BYTES, entries, parse_footer, parse_trailer
 from ckptstore.repository.chunk_store import ObjectStore
@@ -37,6 +37,7 @@ from ckptstore.snapshot import Snapshot
 from tests.maintenance import turned_bits
 from tests.maintenance.stores import check
 from tests.maintenance.turned_bits import INDEXES, STEPS, tiny
+from tests.support.patching import roundings, small_chunks_too
 
 FSCK_EVERY = 53
 SAMPLED_SHARE = 0.1
@@ -46,6 +47,9 @@ NOWHERE = Path("/dev/null/index")
 reading footers."""
 
 SAMPLE = 25
+SURE = (RAW, PATCH)
+"""Codecs of which every bit means something."""
+
 A_PROCESS = 4000
 """So many trials are made by one process: importing torch costs as much as a hundred of them."""
 
@@ -138,7 +142,7 @@ def only_copy(path: Path, whole: bytes) -> list[range]:
         return []
     trailer = parse_trailer(whole[-TRAILER_BYTES:], len(whole))
     table = parse_footer(whole[trailer.footer_offset : -TRAILER_BYTES], trailer)
-    chunks = [range(e.offset, e.offset + e.stored_bytes) for e in entries(table) if e.codec == RAW]
+    chunks = [range(e.offset, e.offset + e.stored_bytes) for e in entries(table) if e.codec in SURE]
     return [*chunks, range(trailer.footer_offset, len(whole))]
 
 
@@ -176,17 +180,37 @@ def compacted_store(tmp_path: Path) -> Path:
     return place
 
 
-def test_a_bit_turned_in_a_compacted_pack_is_noticed_or_means_nothing(
-    compacted_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def rounded_store(tmp_path: Path) -> Path:
+    """Masters, and weights that are their rounding but for a few."""
+    place, masters = tmp_path / "rounded", torch.randn(512)
+    weights = masters.to(torch.bfloat16)
+    weights[::100] += 1
+    with small_chunks_too(), ckptstore.open(place) as store:
+        store.commit({"m": {"half": weights, "single": masters}}, step=1)
+        assert roundings(store)
+    return place
+
+
+PACKS = {"compacted_store": 0.05, "rounded_store": 0.02}
+"""The share of the bytes that is tried, by the fixture."""
+
+
+@pytest.mark.parametrize("kind", PACKS)
+def test_a_bit_turned_in_a_pack_of_what_needs_another_is_noticed_or_means_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    _turn_bits_of_the_store(compacted_store, tmp_path, "packs", monkeypatch, SAMPLED_SHARE / 2)
+    place = request.getfixturevalue(kind)
+    _turn_bits_of_the_store(place, tmp_path, "packs", monkeypatch, PACKS[kind])
 
 
 @pytest.mark.soak
-def test_a_bit_turned_in_any_byte_of_a_compacted_pack_is_noticed_or_means_nothing(
-    compacted_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", PACKS)
+def test_a_bit_turned_in_any_byte_of_a_pack_of_what_needs_another_is_noticed_or_means_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    _turn_bits_of_the_store(compacted_store, tmp_path, "packs", monkeypatch, 1.0)
+    place = request.getfixturevalue(kind)
+    _turn_bits_of_the_store(place, tmp_path, "packs", monkeypatch, 1.0)
 
 
 def _turn_bits_of_the_store(

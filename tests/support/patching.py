@@ -6,7 +6,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import ckptstore
 from ckptstore.commit import masters, patching
+from ckptstore.objects.pack import entries
+from ckptstore.repository.footers import read_table
+from ckptstore.repository.patch_chains import RoundedChunk
 
 
 @contextmanager
@@ -17,6 +21,13 @@ def small_chunks_too() -> Iterator[None]:
         patch.setattr(masters, "LEAF_BYTES_MIN", 1 << 10)
         patch.setattr(patching, "CHUNK_BYTES_MIN", 64)
         yield
+
+
+def roundings(store: ckptstore.Store) -> list[RoundedChunk]:
+    """The chunks of a store that are the rounding of others."""
+    handle = store._handle
+    tables = [read_table(handle.storage, pack) for pack in handle.log.replay().packs.values()]
+    return handle.objects.rounded(b"".join(e.chunk for table in tables for e in entries(table)))
 
 
 def nudged(shape: tuple[int, ...], step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -125,7 +125,7 @@ class ChunkIndex:
         """Each of `ids`, 32 bytes each, with its location: rows of `LOCATED_DTYPE` in the same
         order."""
         keys = ids_of(ids)
-        if len(keys) <= _FEW:
+        if 0 < len(keys) <= _FEW:
             return with_ids(keys, self._get(keys))
         order = sorted_order(keys)
         rows = np.empty(len(keys), LOCATED_DTYPE)
