@@ -142,7 +142,6 @@ class Store(Maintenance):
         metadata = partial(label_of, self.run, step, tag, message, metrics, links, cast)
         ranks = ranks or Ranks()
         with calling("commit: plan", ranks) as peers:
-            self._internals.check_not_within()
             flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
             snapshot = self._internals.commit(
                 flats, metadata, ranks, peers, memory_budget_bytes=memory_budget_bytes, stats=stats
