@@ -118,19 +118,21 @@ def _mark_rounds() -> None:
     """Note in this process when rounds end, and when there is something to publish."""
     do = Collective.round
 
-    def marking(self: Collective, what: str, mine: Callable[[], Any], answer: Any) -> Any:
+    def marking(
+        self: Collective, what: str, mine: Callable[[], Any], answer: Any, *then: Any
+    ) -> Any:
         def handed_in() -> Any:
             data = mine()
             _here["written"] = time.monotonic()
             return data
 
-        found = do(self, what, handed_in if what == _PUBLISHED else mine, answer)
+        found = do(self, what, handed_in if what == _PUBLISHED else mine, answer, *then)
         if what in _PLANNED:
             _here["planned"] = time.monotonic()
         return found
 
     # a process that measures, and nothing else
-    Collective.round = marking  # type: ignore[method-assign]
+    Collective.round = marking  # type: ignore[method-assign, assignment]
 
 
 def _changed(pool: Pool) -> tuple[dict[str, float], float]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckptstore.commit.async_commit import AsyncCommits, CommitRoute
+from ckptstore.commit.async_commit import AsyncCommits, CommitRoute, PendingWatch
 from ckptstore.commit.commit_metadata import (
     CommitMetadata,
     CommitRequest,
@@ -53,7 +53,7 @@ from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin, items_of
 from ckptstore.repository.resolve_ref import find_commit
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool, reads_at_once
+from ckptstore.repository.thread_pool import ThreadPool, reads_at_once, wholly
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import Snapshot
 from ckptstore.state.casting import refuse_divided_ties
@@ -239,18 +239,25 @@ class StoreInternals:
         measured: dict[bytes, bytes] | None = {} if stats else None
         with self._lock, self.async_commits.noting_failures():
             what = self._prepared(flats, metadata, peers)
+            called = PendingCommit(None) if peers else None
+            watch = PendingWatch(called, {}, None) if called else UNWATCHED
             request = CommitRequest(
-                what, started, UNWATCHED, memory_budget_bytes, ranks, None, measured
+                what, started, watch, memory_budget_bytes, ranks, None, measured
             )
-            try:
-                committed = self._make(request, peers, self.committer)
-                if follow:
-                    self.parent_tracker.now(committed.id)
-            except BaseException:
-                if follow:
-                    self.parent_tracker.failed(request.asked)
-                raise
-            committed = self._measured(committed, request, peers, self.threads)
+
+            def make() -> Committed:
+                try:
+                    committed = self._make(request, peers, self.committer)
+                    if follow:
+                        self.parent_tracker.now(committed.id)
+                except BaseException:
+                    if follow:
+                        self.parent_tracker.failed(request.asked)
+                    raise
+                return self._measured(committed, request, peers, self.threads)
+
+            # Other ranks wait for this one until the commit has ended, or was called off.
+            committed = wholly(make, called.cancel) if called else make()
         return self.committed(committed, leads=peers is None or peers.leads)
 
     def _prepared(
@@ -372,7 +379,7 @@ class StoreInternals:
         stats: bool,
     ) -> PendingCommit:
         """Stage `app_state` and commit it in the background, alone or with `peers`."""
-        behind = collective_of(ranks.process_group, ranks.timeout_s, behind=True)
+        met: list[Collective | None] = []
         if peers and options.trust_version:
             raise InvalidInput(
                 "ranks that commit together copy all that they hold: leave out trust_version"
@@ -389,10 +396,14 @@ class StoreInternals:
             refuse_divided(found, metadata)
             return found
 
+        def meet() -> None:
+            met.append(collective_of(ranks.process_group, ranks.timeout_s, behind=True))
+
         def goes_on(error: BaseException) -> bool:
-            return passes(error) and not (behind and behind.lost)  # a lost rank is no lost storage
+            return passes(error) and not (met[0] and met[0].lost)  # a lost rank is no lost storage
 
         def commit(request: CommitRequest, pending: PendingCommit) -> tuple[Committed, Snapshot]:
+            behind = met[0]
             asked = replace(request, ranks=ranks, measured={} if stats else None)
             with self._lock:
                 if looks_later and (error := self._why_not_writable()):
@@ -412,7 +423,7 @@ class StoreInternals:
             app_state,
             metadata,
             options,
-            CommitRoute(flats, commit, peers, whole, elsewhere, goes_on),
+            CommitRoute(flats, commit, peers, meet, whole, elsewhere, goes_on),
         )
         pending.flush_mirror = self.tier.flush if self.tier else None
         return pending

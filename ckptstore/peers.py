@@ -3,7 +3,8 @@ that works alone never imports it.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,28 @@ def collective_of(
     from ckptstore.distributed.gloo import connected
 
     return connected(process_group, timeout_s, behind=behind)
+
+
+@contextmanager
+def calling(what: str, ranks: Ranks) -> "Iterator[Collective | None]":
+    """The connected ranks, for a call that begins with the round `what`.
+
+    A rank that is interrupted in the block before that round takes part in it all the same, and it
+    fails on all ranks. They would wait for this one, and take its next call for this one.
+    """
+    begun: list[tuple[Collective, int]] = []
+    try:
+        if peers := collective_of(ranks.process_group, ranks.timeout_s):
+            begun.append((peers, peers.turn))
+        yield peers
+    except BaseException as error:
+        if isinstance(error, Exception) or not is_several(ranks.process_group):
+            raise
+        if not begun or (begun[0][0].turn == begun[0][1] and not begun[0][0].lost):
+            peers = collective_of(ranks.process_group, ranks.timeout_s)
+            assert peers  # there are several
+            peers.fail(what, error)
+        raise
 
 
 def is_several(process_group: Any = None) -> bool:

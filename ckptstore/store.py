@@ -24,7 +24,7 @@ from ckptstore.log.resolve import Resolved
 from ckptstore.maintenance.forget import remove_tags, set_tag
 from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
-from ckptstore.peers import agreed_schedule, collective_of
+from ckptstore.peers import agreed_schedule, calling, collective_of
 from ckptstore.plugins.adopt.adoption import adopt
 from ckptstore.plugins.follow.follower import Follower, FollowOptions, OnCommit
 from ckptstore.plugins.reports.difference import Difference, compare, differing
@@ -140,13 +140,12 @@ class Store(Maintenance):
         """
         refuse_unnamed("commit", unnamed)
         metadata = partial(label_of, self.run, step, tag, message, metrics, links, cast)
-        self._internals.check_not_within()
         ranks = ranks or Ranks()
-        peers = collective_of(ranks.process_group, ranks.timeout_s)
-        flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
-        snapshot = self._internals.commit(
-            flats, metadata, ranks, peers, memory_budget_bytes=memory_budget_bytes, stats=stats
-        )
+        with calling("commit: plan", ranks) as peers:
+            flats = partial(flats_of, app_state, ranks, peers, allow_pickle=allow_pickle)
+            snapshot = self._internals.commit(
+                flats, metadata, ranks, peers, memory_budget_bytes=memory_budget_bytes, stats=stats
+            )
         self._hint(snapshot.step, snapshot.tags, peers)
         return self._internals.after_failure(snapshot)
 
@@ -187,21 +186,21 @@ class Store(Maintenance):
             >>> pending = store.commit_async({"model": model}, background=Async(staging="lazy"))
         """
         refuse_unnamed("commit_async", unnamed)
-        self._internals.check_not_within()
         if background:
             background.check_for_one_commit()
         ranks = ranks or Ranks()
-        peers = collective_of(ranks.process_group, ranks.timeout_s)
-        metadata = label_of(self.run, step, tag, message, metrics, links, cast)
-        pending = self._internals.commit_async(
-            app_state,
-            metadata,
-            background or self._background,
-            ranks,
-            peers,
-            allow_pickle=allow_pickle,
-            stats=stats,
-        )
+        with calling("commit: begin", ranks) as peers:
+            self._internals.check_not_within()
+            metadata = label_of(self.run, step, tag, message, metrics, links, cast)
+            pending = self._internals.commit_async(
+                app_state,
+                metadata,
+                background or self._background,
+                ranks,
+                peers,
+                allow_pickle=allow_pickle,
+                stats=stats,
+            )
         self._hint(metadata.step, metadata.tags, peers)
         return pending
 

@@ -67,9 +67,9 @@ class Together(Protocol):
     def turn(self) -> int:
         """The number of the last round, which is equal on all ranks."""
 
-    def agree(self, begin: Callable[[], WhyNot | None]) -> WhyNot | None:
+    def agree(self, begin: Callable[[], WhyNot | None], go: Callable[[], object]) -> WhyNot | None:
         """Call `begin` on every rank and return all ranks' answers: why a rank cannot begin
-        now."""
+        now; if all can, each calls `go`, which no interrupt ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,16 @@ class CommitRoute(Generic[S]):
     """How a state becomes a commit.
 
     `flatten` runs within the call; `commit` runs in the background on the staged state, one at a
-    time, and returns the caller's result too. `peers` are the ranks that take part, if any. `whole`
-    demands that every leaf be staged; otherwise leaves that exceed the staging memory are written
-    from the caller's. With `elsewhere`, another process makes the commit, and starts when the copy
-    is complete.
+    time, and returns the caller's result too. `peers` are the ranks that take part, if any; `meet`
+    connects them for `commit`, once all of them are to make it. `whole` demands that every leaf be
+    staged; otherwise leaves that exceed the staging memory are written from the caller's. With
+    `elsewhere`, another process makes the commit, and starts when the copy is complete.
     """
 
     flatten: Callable[[], Flats]
     commit: Callable[[CommitRequest, Pending[S]], tuple[Committed, S]]
     peers: Together | None
+    meet: Callable[[], object]
     whole: bool
     elsewhere: bool
     passes: Callable[[BaseException], bool] = passes
@@ -290,7 +291,7 @@ class AsyncCommits(Generic[S]):
         self.outages.asked(label.step)
         loud = route.peers is None or route.peers.leads
         self.outages.level = logging.WARNING if loud else logging.INFO
-        begun: list[_Begun] = []
+        begun, given = list[_Begun](), list[_Job[S]]()
         with self._calls:
             pending: Pending[S] = Pending(label.step, options.on_progress)
             taken, claim, before = ExitStack(), threading.Lock(), self._parent_tracker.tip()
@@ -311,18 +312,27 @@ class AsyncCommits(Generic[S]):
                 begun.append(found)
                 return None
 
+            def go() -> None:
+                route.meet()
+                turn = route.peers.turn if route.peers else 0
+                numbered = replace(label, turn=turn)
+                given.append(_Job(pending, begun[0], taken, claim, numbered, route, options))
+                self._give(given[0])
+
             try:
-                why_not = route.peers.agree(begin) if route.peers else begin()
+                why_not = route.peers.agree(begin, go) if route.peers else begin()
                 if why_not:
                     taken.close()
                 else:
-                    if route.peers:
-                        label = replace(label, turn=route.peers.turn)
-                    self._begin(_Job(pending, begun[0], taken, claim, label, route, options))
+                    if not route.peers:
+                        go()
+                    self._let_go(given[0])
             except BaseException:
-                # An interrupted caller might change the state too early.
+                # An interrupted caller might change the state too early. With peers, a commit that
+                # was given to its thread fails there, in a round, on all of them.
                 pending.cancel()
-                if claim.acquire(blocking=False):  # its thread has not begun it, and will not
+                goes_on = route.peers and given
+                if not goes_on and claim.acquire(blocking=False):  # its thread will not begin it
                     self._parent_tracker.withdraw(pending, before)
                     taken.close()
                     pending.fail(Cancelled(f"{pending.name} was interrupted before it began"))
@@ -343,16 +353,20 @@ class AsyncCommits(Generic[S]):
             )
         return pending
 
-    def _begin(self, job: "_Job[S]") -> None:
-        """Hand the commit over, and return when the caller may change the state: if that takes too
-        long, without the commit, which publishes nothing, whatever it reads from then on."""
-        pending, options, watch = job.pending, job.options, job.begun.watch
+    def _give(self, job: "_Job[S]") -> None:
+        """Hand the commit to the thread of commits."""
+        pending, watch = job.pending, job.begun.watch
         if watch.lazy:
             self._begin_copy(pending, watch.lazy, job.taken)
         elif not watch.borrowed:
             pending.reached(Milestone.STAGED)
         job = replace(job, base=self._parent_tracker.then(pending))
         self._background.start(pending, partial(self._finish, job))
+
+    def _let_go(self, job: "_Job[S]") -> None:
+        """Return when the caller may change the state: if that takes too long, without the commit,
+        which publishes nothing, whatever it reads from then on."""
+        pending, options, watch = job.pending, job.options, job.begun.watch
         if watch.lazy and options.staging == "eager":
             watch.lazy.hold()
         if not watch.wait(options.max_wait_s if options.goes_on else None) and pending.cancel():
@@ -521,7 +535,8 @@ class AsyncCommits(Generic[S]):
             error.add_note(f"{pending.name}, in the background")
             pending.passes = job.options.goes_on and job.route.passes(error)
             if not pending.cancelled:
-                self.outages.missed(pending.name, error, tell=pending.passes)
+                called_off = isinstance(error, Cancelled)  # by another rank
+                self.outages.missed(pending.name, error, tell=pending.passes or called_off)
             pending.asked[:0] = asked_of(base)
             pending.fail(error)
         else:

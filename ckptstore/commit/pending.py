@@ -263,7 +263,7 @@ class Pending(Generic[T]):
     def check(self) -> None:
         """Raise `Cancelled` if the caller has cancelled the commit."""
         if self._cancelled:
-            raise Cancelled(f"{self.name} was cancelled")
+            raise Cancelled(f"{self.name} was cancelled, or the call that began it interrupted")
 
     def publish(self) -> None:
         """Make it impossible to cancel from here on."""

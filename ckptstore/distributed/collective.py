@@ -29,6 +29,7 @@ from ckptstore.distributed.framing import (
 )
 from ckptstore.distributed.waiting import EVERY_RANK, MEETINGS, silent, told, warning_when_slow
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
+from ckptstore.repository.thread_pool import wholly
 
 T = TypeVar("T")
 
@@ -124,30 +125,74 @@ class Collective:
             raise self._incomplete(what)
 
     def round(
-        self, what: str, mine: Callable[[], Any], answer: Callable[[list[Any]], Sequence[Any]]
+        self,
+        what: str,
+        mine: Callable[[], Any],
+        answer: Callable[[list[Any]], Sequence[Any]],
+        then: Callable[[Any], object] = lambda answer: None,
     ) -> Any:
         """Hand in the result of `mine` and return the coordinator's `answer` for this rank: values
         for `framing.pack`.
 
         `answer` runs on the coordinator only. It maps the values of all ranks, by rank, to one
         answer per rank. All ranks must call the same round `what` (at most 16 ASCII characters).
+        `then` gets the answer on every rank.
+
+        An interrupt of this process in `mine` is handed in as its failure. One that comes later is
+        raised after the round: `answer` and `then` run to their end, on another thread.
 
         If anything fails on any rank, raises the same error on every rank: of the class that the
         causes share, with `causes` by rank.
         """
         with self._lock:
             self.check_reached(what)
-            self._sequence += 1
-            payload, own = _attempt(mine)
-            if self.leads:
-                return self._coordinate(what, payload, own, answer)
-            return self._follow(what, payload, own)
+            before, payload, own = self._sequence, b"", None
+            try:
+                payload = pack(mine())
+                return wholly(partial(self._take_part, what, payload, None, answer, then))
+            except BaseException as error:
+                if self._sequence != before:
+                    raise
+                own = error
+            return wholly(partial(self._take_part, what, b"", own, answer, then))
+
+    def _take_part(
+        self,
+        what: str,
+        payload: bytes,
+        own: BaseException | None,
+        answer: Callable[[list[Any]], Sequence[Any]],
+        then: Callable[[Any], object],
+    ) -> Any:
+        """This rank's part of a round, which must not end halfway: the next round would read what
+        this one left on the link."""
+        self._sequence += 1
+        if self.leads:
+            found = self._coordinate(what, payload, own, answer)
+        else:
+            found = self._follow(what, payload, own)
+        then(found)
+        return found
 
     def share(
-        self, what: str, mine: Callable[[], Any], join: Callable[[list[Any]], Any] | None = None
+        self,
+        what: str,
+        mine: Callable[[], Any],
+        join: Callable[[list[Any]], Any] | None = None,
+        then: Callable[[Any], object] = lambda answer: None,
     ) -> Any:
         """A `round` with one answer for all ranks: `join` of their values, None without it."""
-        return self.round(what, mine, lambda found: [join(found) if join else None] * len(found))
+        return self.round(
+            what, mine, lambda found: [join(found) if join else None] * len(found), then
+        )
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Take part in the round `what` with `error`, which is raised."""
+
+        def failing() -> None:
+            raise error
+
+        self.share(what, failing)
 
     def agreed(self, mine: list[T]) -> list[T]:
         """The coordinator's list, on every rank."""
@@ -168,6 +213,9 @@ class Collective:
         bytes, since others wait for them. An interrupt of this process is also raised only after
         all parts.
         """
+        wholly(partial(self._exchange, outgoing, incoming))
+
+    def _exchange(self, outgoing: Sequence[RankBytes], incoming: Sequence[RankBytes]) -> None:
         works = [
             (part.rank, self._post(self._link.receive, part))
             for part in incoming
@@ -177,7 +225,6 @@ class Collective:
             (part.rank, self._post(self._link.send, part)) for part in outgoing if len(part.memory)
         ]
         failed: RuntimeError | None = None
-        stopped: BaseException | None = None
         for rank, work in works:
             try:
                 if isinstance(work, RuntimeError):
@@ -186,18 +233,15 @@ class Collective:
             except RuntimeError as error:
                 self._unreached.add(rank)
                 failed = failed or error
-            except BaseException as error:
-                stopped = stopped or error
-        if stopped:
-            raise stopped
         if failed:
             raise Unavailable(
                 f"a rank is gone, or was silent for {self.timeout_s:g} s, while bytes were "
                 f"exchanged: {failed}"
             ) from failed
 
-    def agree(self, begin: Callable[[], WhyNot | None]) -> WhyNot | None:
-        """Call `begin` on every rank and return the reasons of all ranks.
+    def agree(self, begin: Callable[[], WhyNot | None], go: Callable[[], object]) -> WhyNot | None:
+        """Call `begin` on every rank and return the reasons of all ranks; if there are none, each
+        calls `go`, on another thread if this one may be interrupted.
 
         `begin` returns why this rank cannot begin now. An error that it raises on one rank is
         raised on all.
@@ -208,7 +252,7 @@ class Collective:
             text = "; ".join(f"rank {rank}: {each.text}" for rank, each in why.items())
             return WhyNot(text, any(each.hangs for each in why.values())) if why else None
 
-        said = self.share("commit: begin", begin, join)
+        said = self.share("commit: begin", begin, join, lambda why: None if why else go())
         return WhyNot(*said) if said else None
 
     def is_due(self, due: bool, came: bool) -> tuple[bool, bool]:
@@ -419,13 +463,6 @@ class Collective:
         if cause.kind != _GONE:
             return cause
         return Cause("Unavailable", f"gone, or silent for too long ({cause.text}); {self._advice}")
-
-
-def _attempt(mine: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-    try:
-        return pack(mine()), None
-    except BaseException as error:
-        return b"", error
 
 
 class DeferredErrors:

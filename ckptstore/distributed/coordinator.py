@@ -191,9 +191,8 @@ def _check_labels(heads: Sequence[list[Any]], label: CommitMetadata) -> None:
             run, step, cast, turn = head
             if turn != label.turn:
                 raise Conflict(
-                    f"rank {rank} brings its state of another call of commit_async than rank 0, as "
-                    "after a call that was interrupted on one rank; nothing was made of the two: "
-                    "begin the training anew, and resume"
+                    f"rank {rank} brings its state of another call of commit_async than rank 0; "
+                    "nothing was made of the two: begin the training anew, and resume"
                 )
             if [run, step] == head_of(label)[:2]:
                 raise Conflict(

@@ -8,7 +8,8 @@ backend. The caller's `torch.distributed` store introduces the ranks to each oth
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,15 @@ import torch.distributed as dist
 from ckptstore.distributed.collective import Collective, Transfer
 from ckptstore.distributed.waiting import EVERY_RANK, named, warning_when_slow
 from ckptstore.errors import Unavailable
+from ckptstore.repository.thread_pool import wholly
 
-_known: dict[tuple[Any, tuple[int, ...], bool], Collective] = {}
-"""The connected ranks, by the store that introduced them, their numbers, and for which calls."""
+_Key: TypeAlias = tuple[Any, tuple[int, ...], bool]
+"""The store that introduces ranks to each other, their numbers, and whether they are `behind`."""
 
-_made: Counter[tuple[Any, tuple[int, ...], bool]] = Counter()
+_known: dict[_Key, Collective] = {}
+"""The connected ranks."""
+
+_made: Counter[_Key] = Counter()
 
 
 def connected(process_group: Any, timeout_s: float, *, behind: bool) -> Collective:
@@ -33,34 +38,37 @@ def connected(process_group: Any, timeout_s: float, *, behind: bool) -> Collecti
     ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
     store = dist.distributed_c10d._get_default_store()
     key = (store, ranks, behind)
-    peers = _known.get(key)
-    if peers is None:
-        channel = "background" if behind else "calls"
-        name = f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{_made[key]}"
-        _made[key] += 1
-        own: Any = dist.distributed_c10d.PrefixStore(name, store)
-        try:
-            own.set(f"came/{rank}", "1")
-            probe = _another(own)
-            with warning_when_slow(
-                "connecting the ranks",
-                timeout_s,
-                lambda: _absent(probe, len(ranks)) if probe else "",
-                soon=True,
-                advice=EVERY_RANK,
-            ):
-                group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            absent = _absent(own, len(ranks))
-            why = f"waited for {absent}; {EVERY_RANK}" if absent else error
-            raise Unavailable(
-                f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s: {why}"
-            ) from error
-        peers = _known[key] = Collective(
-            _GlooLink(group, own), rank, len(ranks), timeout_s, called=not behind
-        )
-    peers.timeout_s = timeout_s
-    return peers
+    if key not in _known:
+        wholly(partial(_connect, key, rank, timeout_s))
+    _known[key].timeout_s = timeout_s
+    return _known[key]
+
+
+def _connect(key: _Key, rank: int, timeout_s: float) -> None:
+    """Meet the other ranks. Who has met them must know it: they do not come again."""
+    store, ranks, behind = key
+    channel = "background" if behind else "calls"
+    name = f"ckptstore/{channel}/{'-'.join(map(str, ranks))}/{_made[key]}"
+    _made[key] += 1
+    own: Any = dist.distributed_c10d.PrefixStore(name, store)
+    try:
+        own.set(f"came/{rank}", "1")
+        probe = _another(own)
+        with warning_when_slow(
+            "connecting the ranks",
+            timeout_s,
+            lambda: _absent(probe, len(ranks)) if probe else "",
+            soon=True,
+            advice=EVERY_RANK,
+        ):
+            group = dist.ProcessGroupGloo(own, rank, len(ranks), timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        absent = _absent(own, len(ranks))
+        why = f"waited for {absent}; {EVERY_RANK}" if absent else error
+        raise Unavailable(
+            f"the {len(ranks)} ranks cannot reach each other within {timeout_s:g} s: {why}"
+        ) from error
+    _known[key] = Collective(_GlooLink(group, own), rank, len(ranks), timeout_s, called=not behind)
 
 
 def _another(store: Any) -> Any:

@@ -129,7 +129,7 @@ class ThreadPool:
 
         self.together([work] * min(max_workers or self.count, self.count, len(items)), shared.stop)
 
-    def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], None]) -> None:
+    def together(self, works: Sequence[Callable[[], object]], stop: Callable[[], object]) -> None:
         """Run `works` in parallel, the last one on the calling thread.
 
         On a failure call `stop`, wait for the others, and raise the first error. None goes on after
@@ -175,10 +175,40 @@ class ThreadPool:
             return self._pool
 
 
+_wholly = ThreadPool(REMOTE_READS)
+
+
+def wholly(act: Callable[[], T], stop: Callable[[], object] = lambda: None) -> T:
+    """The result of `act`, which runs to its end on a thread that Ctrl-C does not reach. An
+    interrupt of the caller calls `stop`, and is raised when `act` has ended."""
+    if threading.current_thread() is not threading.main_thread():
+        return act()
+    begun, found = list[None](), list[T]()
+
+    def run() -> None:
+        begun.append(None)
+        found.append(act())
+
+    stopped: BaseException | None = None
+    while not begun:
+        try:
+            _wholly.together([run, lambda: None], stop)
+        except BaseException as error:
+            if begun:
+                raise
+            stopped = error
+    if stopped:
+        try:
+            raise stopped
+        finally:
+            del stopped  # whose traceback has this frame
+    return found[0]
+
+
 class _Others:
     """Works on the threads of a pool, while the caller has one of its own."""
 
-    def __init__(self, count: int, stop: Callable[[], None]) -> None:
+    def __init__(self, count: int, stop: Callable[[], object]) -> None:
         self.stop = stop
         self.left, self.begun = set(range(count)), set[int]()
         self.failed: dict[int, BaseException] = {}

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import nn
 
 import ckptstore
 from ckptstore.commit import async_commit as copies
-from ckptstore.distributed import rank_worker
+from ckptstore.commit.commit_metadata import CommitMetadata
+from ckptstore.distributed import coordinator, rank_worker
 from ckptstore.distributed.commit import _Publication
-from ckptstore.distributed.coordinator import Coordinator
+from ckptstore.distributed.coordinator import Coordinator, head_of
 from ckptstore.distributed.rank_worker import RankWorker
 from ckptstore.state import staging
 from ckptstore.state.staging import PIECE_BYTES
@@ -174,38 +176,41 @@ def test_ranks_raise_a_failure_together_whenever_it_came_and_whoever_has_seen_it
 
 
 def interrupt_one_call(rank: int, path: Path) -> str:
-    """One rank is interrupted when the others have begun: what became of its next commit, or of
-    that which the others began."""
-    group, error = group_of(2), ""
-    if rank == 2:
-        return ""
-    with (
-        suppress(ckptstore.CkptStoreError),  # of the commit for which one waits in vain
-        ckptstore.open(path, background=ckptstore.Async(max_in_flight=2)) as store,
-    ):
-
-        def commit(number: int, timeout_s: float) -> ckptstore.PendingCommit:
-            ranks = ckptstore.Ranks(process_group=group, timeout_s=timeout_s)
-            return store.commit_async({"x": full() + number}, ranks=ranks)
+    """One rank is interrupted when all have begun: what the others hear."""
+    meet(4)
+    state = a_state(rank, 4, 1)
+    with ckptstore.open(path) as store, pytest.MonkeyPatch.context() as patch:
 
         def interrupted(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        commit(0, 60).wait()
-        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-            if rank:
-                patch.setattr(copies.AsyncCommits, "_begin", interrupted)
-            first = commit(1, 60)
-        second = commit(2, 5)
-        error = str((second if rank else first).exception(HANGS_S))
-    return error
+        if rank == 1:
+            patch.setattr(copies.AsyncCommits, "_let_go", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.commit_async(state, step=1)
+            patch.undo()
+            error: BaseException | None = None
+        else:
+            error = store.commit_async(state, step=1).exception(HANGS_S)
+            assert isinstance(error, ckptstore.Cancelled)
+        store.commit_async(state, step=2).wait()
+    return str(error)
 
 
-def test_parts_of_two_calls_never_become_one_commit(doomed: Pool, tmp_path: Path) -> None:
-    errors = doomed.run(interrupt_one_call, tmp_path / "store")
-    assert all("of another call of commit_async than rank 0" in each for each in errors[:2]), errors
+def test_a_call_that_is_interrupted_on_one_rank_fails_on_all_and_the_next_one_works(
+    pool: Pool, tmp_path: Path
+) -> None:
+    errors = pool.run(interrupt_one_call, tmp_path / "store")
+    assert all("or the call that began it interrupted" in errors[rank] for rank in (0, 2, 3))
     with ckptstore.open(tmp_path / "store") as store:
-        assert len(store.log()) == 1
+        assert [info.step for info in store.log()] == [2]
+
+
+def test_parts_of_two_calls_never_become_one_commit() -> None:
+    label = CommitMetadata("main", turn=3)
+    heads = [head_of(label), head_of(replace(label, turn=4))]
+    with pytest.raises(ckptstore.Conflict, match="of another call of commit_async than rank 0"):
+        coordinator._check_labels(heads, label)
 
 
 def skip_and_call_off(rank: int, path: Path) -> None:

@@ -240,7 +240,7 @@ def interrupted() -> Iterator[None]:
 
     def wait(self: Collective, work: Any, timeout_s: float | None = None) -> None:
         waited(self, work, timeout_s)
-        if sys._getframe(1).f_code is Collective.exchange.__code__:
+        if sys._getframe(1).f_code is Collective._exchange.__code__:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
