@@ -137,7 +137,7 @@ def _patch(path: str, old: Any, new: Any) -> WeightPatch:
     flat = new.reshape(-1)
     differ = old.reshape(-1).view(bits) != flat.view(bits)
     indices = differ.nonzero().reshape(-1)
-    values = flat[indices]
+    values = flat.view(bits)[indices].view(flat.dtype)  # torch 2.6 indexes no 8-bit floats
     if values.isnan().any():
         raise _not_patched(path, "a new value is NaN, by which vLLM marks what stays")
     small = indices.to(torch.int32) if len(flat) < 1 << 31 else indices

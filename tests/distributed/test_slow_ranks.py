@@ -87,10 +87,11 @@ def test_a_rank_that_does_not_come_is_named_before_the_others_give_up(
 ) -> None:
     leads, unmet, follows, _ = pool.run(wait_for_each_other, tmp_path / "store")
     ((said, error),) = unmet
-    assert said == [
+    warned = [
         "connecting the ranks has waited 0.4 s for rank 1, which did not come; it gives up after "
         f"4 s; {EVERY_RANK}"
     ]
+    assert said == (warned if hasattr(dist.Store, "clone") else [])  # since torch 2.8
     assert error.endswith(f"within 4 s: waited for rank 1, which did not come; {EVERY_RANK}")
     ((said, error),) = leads
     assert said == [
