@@ -245,19 +245,13 @@ class StoreInternals:
                 what, started, watch, memory_budget_bytes, ranks, None, measured
             )
 
-            def make() -> Committed:
-                try:
-                    committed = self._make(request, peers, self.committer)
-                    if follow:
-                        self.parent_tracker.now(committed.id)
-                except BaseException:
-                    if follow:
-                        self.parent_tracker.failed(request.asked)
-                    raise
-                return self._measured(committed, request, peers, self.threads)
-
-            # Other ranks wait for this one until the commit has ended, or was called off.
-            committed = wholly(make, called.cancel) if called else make()
+            given = (request, peers, self.committer, self.threads)
+            if called:
+                # Others wait for this rank until the commit has ended, or was called off.
+                make = partial(self._make, *given, follow=follow)
+                committed = wholly(make, called.cancel)
+            else:
+                committed = self._make(*given, follow=follow)
         return self.committed(committed, leads=peers is None or peers.leads)
 
     def _prepared(
@@ -289,27 +283,36 @@ class StoreInternals:
         request: CommitRequest,
         peers: "Collective | None",
         committer: "Committer | WorkerCommitter",
+        threads: ThreadPool,
+        *,
+        follow: bool = False,
     ) -> Committed:
-        """Make a commit; on a full disk, try once more if that is promising."""
+        """Make a commit; on a full disk, try once more if that is promising. With `follow`, it is
+        the parent of the next one."""
         leads = peers is None or peers.leads
-        nbytes = 0
-        if isinstance(request.what, Prepared):
-            nbytes = request.what.nbytes
-            if leads:
-                self._disk.before(nbytes)
+        nbytes = request.what.nbytes if isinstance(request.what, Prepared) else 0
+        if nbytes and leads:
+            self._disk.before(nbytes)
         make = committer.way(peers)
         try:
-            committed = make(request)
-        except NoSpace as full:
-            self._disk.relieve(full, nbytes, peers, collect=True)
             try:
                 committed = make(request)
-            except NoSpace as still_full:
-                self._disk.relieve(still_full, nbytes, peers, collect=False)
-                raise
+            except NoSpace as full:
+                self._disk.relieve(full, nbytes, peers, collect=True)
+                try:
+                    committed = make(request)
+                except NoSpace as still_full:
+                    self._disk.relieve(still_full, nbytes, peers, collect=False)
+                    raise
+            if follow:
+                self.parent_tracker.now(committed.id)
+        except BaseException:
+            if follow:
+                self.parent_tracker.failed(request.asked)
+            raise
         if leads:
             self.handle.follow()
-        return committed
+        return self._measured(committed, request, peers, threads)
 
     def _measured(
         self,
@@ -410,8 +413,7 @@ class StoreInternals:
                     if not behind:
                         raise error
                     asked = replace(asked, what=error)  # raised in a round, on all ranks
-                committed = self._make(asked, behind, self.background_committer)
-                committed = self._measured(committed, asked, behind, self._low_priority)
+                committed = self._make(asked, behind, self.background_committer, self._low_priority)
             held_s = pending.timings.held_s or pending.age_s
             cost = replace(committed.stats, held_s=held_s)
             leads = behind is None or behind.leads

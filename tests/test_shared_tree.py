@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.commit.transaction import TreeContent, stored_trees
-from ckptstore.contents import differing
 from ckptstore.core.model import SHARED, LeafContent, Node, Schema
 from ckptstore.errors import Corrupt, InvalidInput, NotFound, Thinned
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.objects.schema import decode_schema, encode_schema, join_schemas, parts_of
+from ckptstore.plugins.reports.difference import differing
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.state.flatten import flatten
 from ckptstore.state.leaf_sources import FlatState, segment

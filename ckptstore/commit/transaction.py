@@ -9,6 +9,7 @@ does. An earlier crash leaves files that no entry names, and gc removes them.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -464,7 +465,11 @@ class Transaction:
         watch: Watch,
     ) -> tuple[CommitId, CommitDocument, entries.Entry]:
         """Append the commit of `document`, on top of the last of the `unanswered` that the log
-        took. One that is still on its way takes the number of this entry, or never arrives."""
+        took. The others are over: whoever stood still before it asked the log adds nothing when it
+        goes on. One that is on its way takes the number of this entry, or never arrives."""
+        for session in unanswered:
+            with suppress(Refused):  # the log took its commit, or it is over
+                self._to.log.append(entries.Over((session,)))
         while True:
             commit, stored = encode_document(document)
             body = entry_of(document, commit, len(stored), records, reused)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -20,6 +21,8 @@ from ckptstore.distributed import worker_client, worker_process
 from ckptstore.distributed.worker_process import Message
 from ckptstore.errors import CkptStoreError
 from ckptstore.interop.dcp import StoreWriter
+from ckptstore.log.entries import Entry
+from ckptstore.log.log import Log
 from ckptstore.store import Store
 from tests.distributed.layouts import full, group_of, layout, meet, placed
 from tests.distributed.pool import Pool
@@ -115,6 +118,43 @@ def test_ranks_that_are_left_follow_what_the_first_one_asked_for_before_it_left(
     assert 7 in done[2] and done[3] == []
     with ckptstore.open(tmp_path / "store") as store:
         assert_one_line(store, set(done[2]))
+
+
+def pause_the_leader(rank: int, path: Path, made: Path) -> None:
+    """Rank 0 stands still before its second entry until the other one, which has given up, has made
+    a commit alone."""
+    meet(4)
+    meet(N)
+    if rank >= N:
+        return
+    state, ranks = {"at": 0}, Ranks(process_group=group_of(N), timeout_s=3)
+    with pytest.MonkeyPatch.context() as patch, ckptstore.open(path) as store:
+        store.commit(state, step=0, ranks=ranks)
+        if rank == 0:
+            append = Log.append
+
+            def paused(*given: Any, **named: Any) -> Entry:
+                while not made.exists():
+                    time.sleep(0.05)
+                return append(*given, **named)
+
+            patch.setattr(Log, "append", paused)
+        with pytest.raises(CkptStoreError):
+            store.commit(state, step=1, ranks=ranks)
+        if rank == 1:
+            store.commit(state, step=2, ranks=Ranks(process_group="alone"))
+            made.touch()
+
+
+def test_a_leader_that_stood_still_adds_nothing_once_others_have_gone_on(tmp_path: Path) -> None:
+    pool = Pool(4)
+    try:
+        pool.run(pause_the_leader, tmp_path / "store", tmp_path / "made")
+    finally:
+        pool.close()
+    with ckptstore.open(tmp_path / "store") as store:
+        assert_one_line(store, {0, 2})
+        assert len(store.log()) == 2
 
 
 def lose_a_worker(rank: int, path: Path) -> None:
