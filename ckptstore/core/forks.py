@@ -10,6 +10,7 @@ Locks that an interrupt leaves free are here as well (`Condition`).
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -86,11 +87,19 @@ class cached_property(Generic[T]):  # as the one of functools
 
 
 class Condition(threading.Condition):
-    """As threading's, but `with` calls its lock itself. There, it calls functions in Python, and a
-    KeyboardInterrupt as one begins or ends leaves the lock held for ever."""
+    """As threading's, but a KeyboardInterrupt in it harms nobody.
+
+    `with` calls its lock itself. There, it calls functions in Python, and an interrupt as one
+    begins or ends leaves the lock held for ever. One within `notify` leaves a waiter in the list
+    that has woken up already, which the next `notify` would take for the one to wake.
+    """
 
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
+
+    def notify(self, n: int = sys.maxsize) -> None:
+        """Wake up all who wait. Each looks whether it is meant."""
+        super().notify(sys.maxsize)
 
 
 def new_event() -> threading.Event:

@@ -6,6 +6,7 @@ The limit here is a real one: a stack that no address space has room for.
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,6 +22,7 @@ from ckptstore.core.process import Pool
 from ckptstore.errors import Unavailable
 from ckptstore.log import sessions
 from ckptstore.storage import open_storage
+from tests.support.interrupts import interrupting
 
 CHUNK = 1 << 16
 
@@ -213,6 +215,35 @@ def test_an_interrupt_leaves_no_condition_held() -> None:
         thread.start()
         thread.join()
         assert free.pop(), f"held after an interrupt at call {due}"
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_who_waits_is_woken_although_an_earlier_call_for_it_was_interrupted(after: int) -> None:
+    condition, wanted, seen = Condition(), 0, 0
+
+    def follow() -> None:
+        nonlocal seen
+        with condition:
+            while seen < 2:
+                condition.wait()
+                seen = wanted
+
+    def say(number: int) -> None:
+        nonlocal wanted
+        with condition:
+            wanted = number
+            condition.notify()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    while not condition._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    with suppress(KeyboardInterrupt), interrupting(frozenset({threading.__file__}), [after]):
+        say(1)
+    time.sleep(0.02)
+    say(2)
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_only_conditions_are_used_that_interrupts_leave_free() -> None:
