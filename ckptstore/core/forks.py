@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partialmethod
 from operator import attrgetter
 from typing import Any, Generic, Protocol, Self, TypeVar, overload
 from weakref import WeakSet
@@ -91,15 +92,15 @@ class Condition(threading.Condition):
 
     `with` calls its lock itself. There, it calls functions in Python, and an interrupt as one
     begins or ends leaves the lock held for ever. One within `notify` leaves a waiter in the list
-    that has woken up already, which the next `notify` would take for the one to wake.
+    that has woken up already, which the next `notify` would take for the one to wake: so each wakes
+    all who wait.
     """
 
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
 
-    def notify(self, n: int = sys.maxsize) -> None:
-        """Wake up all who wait. Each looks whether it is meant."""
-        super().notify(sys.maxsize)
+    notify = partialmethod(threading.Condition.notify, sys.maxsize)
+    notify_all = notify
 
 
 def new_event() -> threading.Event:
