@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.storage.bucket import BucketStorage
+from tests.support.servers.ports import free_port
 from tests.support.servers.rgw import missing_programs, rgw_server
 
 BUCKET = "benchmarks"
@@ -71,8 +72,7 @@ def bucket() -> Iterator[Bucket]:
         _make(found)
         yield found
         return
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     arguments = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -20,8 +20,9 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import ckptstore
 from ckptstore.interop import deepspeed as integration
 from ckptstore.interop.deepspeed import StoreCheckpointEngine, fp32_weights, write_files
+from tests.support.servers.ports import free_port
 from tests.trainers.deepspeed_parts import learn, new_engine, new_moe_engine, state, weights
-from tests.trainers.trainings import Run, digest, ended_bit_equal, free_port, trained
+from tests.trainers.trainings import Run, digest, ended_bit_equal, trained
 
 # What DeepSpeed calls is deprecated in newer versions of torch.
 pytestmark = [

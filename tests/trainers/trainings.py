@@ -11,12 +11,10 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -27,6 +25,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+
+from tests.support.servers.ports import free_port
 
 WITH_OPTIMIZERS = ("torch._dynamo", "torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 """What torch imports when a process makes its first optimizer: seconds, in each process."""
@@ -243,9 +243,3 @@ def _live(training: str, folder: Path, rank: int, ranks: int, port: int) -> None
         traceback.print_exc()
         sys.stdout.flush()
         os._exit(1)
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

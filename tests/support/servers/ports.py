@@ -6,16 +6,19 @@ from contextlib import suppress
 from pathlib import Path
 
 _CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_KEPT: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port on which nobody listens now, and which the system gives to no client: what another
-    test connects from cannot take it while its server is away."""
+    """A port for a server that sets `SO_REUSEADDR`. While this process lives nobody else gets it:
+    the system gives it to no client, and a socket that never listens keeps other tests away."""
     draw = random.SystemRandom()  # the seed is the same in all workers
     first = int(_CLIENTS.read_text(encoding="ascii").split()[0])
     while True:
-        with (
-            suppress(OSError),
-            socket.create_server(("127.0.0.1", draw.randrange(first // 2, first))) as free,
-        ):
-            return int(free.getsockname()[1])
+        kept = socket.socket()
+        with suppress(OSError):
+            kept.bind(("", draw.randrange(first // 2, first)))
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _KEPT.append(kept)
+            return int(kept.getsockname()[1])
+        kept.close()
