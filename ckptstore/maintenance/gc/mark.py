@@ -68,8 +68,8 @@ def ids_checksum(table: FooterTable) -> bytes:
 
 
 class Holdings:
-    """The chunks of packs that have `counts` chunks each, below 2^32 in all: 19 bytes per chunk,
-    and at most 26 while they are sorted. Several threads may call `put` and `tell`.
+    """The chunks of packs that have `counts` chunks each: 19 bytes per chunk, and at most 26 while
+    they are sorted; 4 more from 2^32 chunks on. Several threads may call `put` and `tell`.
 
     A *row* is a chunk's position in all packs. Whole ids are kept of the rows alone whose key
     another row has too.
@@ -80,7 +80,7 @@ class Holdings:
         chunks = int(self._starts[-1])
         self._keys: Keys = np.zeros(chunks, np.uint64)
         """In order of rows until they are sorted."""
-        self._order = np.empty(0, np.uint32)
+        self._order = np.empty(0, np.promote_types(np.uint32, np.min_scalar_type(chunks)))
         self._stored = np.zeros(chunks, np.uint32)
         self._live = np.empty(0, np.bool_)
         self.checksums = [b""] * len(counts)
@@ -123,7 +123,7 @@ class Holdings:
         if b"" in self.checksums:
             is_put = np.repeat([check != b"" for check in self.checksums], np.diff(self._starts))
             order = order[is_put[order]]
-        self._order = order.astype(np.uint32)
+        self._order = order.astype(self._order.dtype)
         del order
         self._keys = keys[self._order]
         del keys
