@@ -56,7 +56,8 @@ class Descriptor:
     def __del__(
         self, close: Callable[[int], None] = os.close
     ) -> None:  # bound early: at exit the module may be gone first
-        with suppress(OSError):  # it was read from; what it said has been checked
+        # It was read from; what it said has been checked. Interrupted in `__init__`, it has none.
+        with suppress(OSError, AttributeError):
             close(self.fd)
 
 
