@@ -64,16 +64,28 @@ def due_commits(
         return all_commits(here)
     always = {*there.commits, *there.replaced, *here.tags.values()}
     always |= {heads[-1] for heads in here.runs.values() if newest and heads}
-    due = set[CommitId]()
-    last = {run: there.commits[heads[-1]] for run, heads in there.runs.items() if heads}
+    due, passed = set[CommitId](), set[str]()
+    newest_there = [(run, heads[-1]) for run, heads in there.runs.items() if heads]
+    last = {run: there.commits[commit] for run, commit in newest_there}
+    ours = {run: here.commits[each] for run, each in newest_there if each in here.commits}
     for commit, row in reversed(by_age(here, None)):
         before = last.get(row.run)
-        later = before is None or row.time_ns > before.time_ns
+        if before is None or _is_later(row, before, ours.get(row.run)):
+            passed.add(row.run)  # as is all that follows here, whatever a clock says
+        later = row.run in passed
         begins = before is None or _window(row, every_steps) != _window(before, every_steps)
         if commit in always or (later and begins):
             due.add(commit)
             last[row.run] = row if later or before is None else before
     return frozenset(due)
+
+
+def _is_later(row: CommitRow, newest: CommitRow, ours: CommitRow | None) -> bool:
+    """Whether a commit came after the `newest` one of the mirror. This log says so if it has that
+    one: `ours`. Else times do, or steps: a clock may be set back, and each host has its own."""
+    if ours is not None:
+        return row.age > ours.age
+    return row.time_ns > newest.time_ns or (row.step or 0) > (newest.step or 0)
 
 
 def _window(row: CommitRow, steps: int) -> object:
