@@ -120,7 +120,7 @@ class StoreInternals:
         self._thread = threading.local()
         self._disk = DiskWatch(handle, settings.run, settings.on_full)
         self._run_watch = RunWatch(settings.run)
-        self.parent_tracker = ParentTracker()
+        self.parent_tracker = ParentTracker(lambda session: handle.log.replay().made_by(session))
         self._best_rate = 0.0
         self._committed_chunks: tuple[CommitKeys, Mapping[bytes, ChunkId]] = (), {}
         self.async_commits: AsyncCommits[Snapshot] = AsyncCommits(

@@ -131,6 +131,17 @@ def test_each_codec_gives_back_the_same_bytes(place: Path, codec: str) -> None:
         snapshot.verify()
 
 
+def test_verify_reads_metadata_that_this_process_has_read_before(place: Path) -> None:
+    with ckptstore.open(place) as store:
+        snapshot = store.commit({"x": torch.arange(100_000)})
+        assert snapshot.read("x")[7] == 7
+        for pack in store._handle.log.replay().packs.values():
+            for path in (place / "packs").rglob(f"{pack.id}*") if pack.metadata else ():
+                path.write_bytes(bytes(60) + path.read_bytes()[60:])
+        with pytest.raises(Corrupt):
+            snapshot.verify()
+
+
 def test_one_leaf_or_a_part_of_it_can_be_read(place: Path) -> None:
     weight = torch.randn(3000, 300)
     with ckptstore.open(place) as store:

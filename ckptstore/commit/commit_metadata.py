@@ -2,7 +2,7 @@
 commits are its parents?"""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,7 +23,7 @@ from ckptstore.core.config import (
 )
 from ckptstore.core.ids import CommitId, SessionId, check_tag
 from ckptstore.core.options import Ranks
-from ckptstore.errors import InvalidInput
+from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.state.staging_buffers import Buffer
 
 logger = logging.getLogger("ckptstore")
@@ -252,32 +252,51 @@ Tip: TypeAlias = CommitId | Pending[Any] | Unanswered | None
 
 
 class ParentTracker:
-    """Tracks the parent of the next commit: the latest one committed, started or restored."""
+    """Tracks the parent of the next commit: the latest one committed, started or restored.
+    `made_by` asks the log for the commit of a session."""
 
-    def __init__(self) -> None:
+    def __init__(self, made_by: Callable[[SessionId], CommitId | None]) -> None:
         self._tip: Tip = None
+        self._joined: SessionId | None = None
+        self._made_by = made_by
         self._lock = forks.lock()
 
     def now(self, commit: CommitId) -> None:
         """Make `commit` the parent of the next commit."""
         with self._lock:
-            self._tip = commit
+            self._tip, self._joined = commit, None
+
+    def joined(self, session: SessionId) -> None:
+        """Parts of a commit were written that another rank makes, and of which nobody tells this
+        one: the log does, when the next commit is made."""
+        with self._lock:
+            self._settle()
+            self._joined = session
+
+    def _settle(self) -> None:
+        """Follow the commit that another rank has made meanwhile."""
+        with suppress(CkptStoreError):  # if the log does not answer now, it is asked again
+            if self._joined and (made := self._made_by(self._joined)):
+                self._tip, self._joined = made, None
 
     def failed(self, asked: Sequence[SessionId]) -> None:
         """A commit made now has failed, or was interrupted, after the log was asked to take it."""
         with self._lock:
+            self._settle()
             if asked:
                 self._tip = Unanswered(commit_of(self._tip), (*asked_of(self._tip), *asked))
 
     def then(self, pending: Pending[Any]) -> Tip:
         """Make `pending` the parent of the next commit; return the parent of `pending` itself."""
         with self._lock:
-            before, self._tip = self._tip, pending
+            self._settle()
+            before, self._tip, self._joined = self._tip, pending, None
             return before
 
     def tip(self) -> Tip:
         """What the next commit follows."""
         with self._lock:
+            self._settle()
             return self._tip
 
     def withdraw(self, pending: Pending[Any], before: Tip) -> None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from ckptstore.core.ids import CommitId, is_hold, parse_tag
 from ckptstore.core.model import CommitInfo
@@ -33,7 +34,7 @@ from ckptstore.maintenance.thin import Leaves, thin_commit
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader
-from ckptstore.storage.reserve import room
+from ckptstore.storage.reserve import with_room
 
 logger = logging.getLogger("ckptstore")
 
@@ -199,8 +200,8 @@ def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -
             *(reader.packs_of(reader.document(state.commits[c].session, c)) for c in commits)
         )
         try:
-            with room(handle.storage):
-                handle.log.append(Undelete(tuple(commits), reused))
+            body = Undelete(tuple(commits), reused)
+            with_room(handle.storage, partial(handle.log.append, body))
         except Refused as error:
             if error.refusal.code not in (Code.PACKS_GONE, Code.NO_SUCH_COMMIT):
                 raise Conflict(error.refusal.why) from error
@@ -214,8 +215,7 @@ def undelete(handle: StoreHandle, reader: Reader, commits: Sequence[CommitId]) -
 
 
 def _append(handle: StoreHandle, plan: ForgetPlan, demand: Demand | None) -> None:
-    with room(handle.storage):
-        handle.log.append(_body(plan), demand=demand)
+    with_room(handle.storage, partial(handle.log.append, _body(plan), demand=demand))
 
 
 def _body(plan: ForgetPlan) -> Forget:

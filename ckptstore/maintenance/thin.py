@@ -10,7 +10,7 @@ of this commit brought which glob. So the order of thinnings does not matter.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
@@ -33,7 +33,7 @@ from ckptstore.repository.pack_writer import new_chunk
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import Scratch
 from ckptstore.restore.reader import Reader, Tree
-from ckptstore.storage.reserve import room
+from ckptstore.storage.reserve import with_room
 
 _LOOKED_AT = 256
 """Chunks whose patches are in memory at a time."""
@@ -160,8 +160,8 @@ def _replace(
     thinned, stored = encode_document(document)
     reused |= transaction.look().reused
     body = entry_of(document, thinned, len(stored), records, reused, replaces=commit)
-    with room(handle.storage):
-        transaction.index(new_packs(transaction.append(body, stored)))
+    entry = with_room(handle.storage, partial(transaction.append, body, stored))
+    transaction.index(new_packs(entry))
     return thinned
 
 

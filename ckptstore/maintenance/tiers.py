@@ -64,16 +64,28 @@ def due_commits(
         return all_commits(here)
     always = {*there.commits, *there.replaced, *here.tags.values()}
     always |= {heads[-1] for heads in here.runs.values() if newest and heads}
-    due = set[CommitId]()
-    last = {run: there.commits[heads[-1]] for run, heads in there.runs.items() if heads}
+    due, passed = set[CommitId](), set[str]()
+    newest_there = [(run, heads[-1]) for run, heads in there.runs.items() if heads]
+    last = {run: there.commits[commit] for run, commit in newest_there}
+    ours = {run: here.commits[each] for run, each in newest_there if each in here.commits}
     for commit, row in reversed(by_age(here, None)):
         before = last.get(row.run)
-        later = before is None or row.time_ns > before.time_ns
+        if before is None or _is_later(row, before, ours.get(row.run)):
+            passed.add(row.run)  # as is all that follows here, whatever a clock says
+        later = row.run in passed
         begins = before is None or _window(row, every_steps) != _window(before, every_steps)
         if commit in always or (later and begins):
             due.add(commit)
             last[row.run] = row if later or before is None else before
     return frozenset(due)
+
+
+def _is_later(row: CommitRow, newest: CommitRow, ours: CommitRow | None) -> bool:
+    """Whether a commit came after the `newest` one of the mirror. This log says so if it has that
+    one: `ours`. Else times do, or steps: a clock may be set back, and each host has its own."""
+    if ours is not None:
+        return row.age > ours.age
+    return row.time_ns > newest.time_ns or (row.step or 0) > (newest.step or 0)
 
 
 def _window(row: CommitRow, steps: int) -> object:
@@ -259,22 +271,28 @@ class Tier:
         Raises `Unavailable` if there are none here and the mirror does not answer: a training
         would begin anew, and pass for the newest.
         """
-        rows: list[tuple[int, int, Reader | None, Resolved]] = []
-        latest_ns, known = 0, dict[CommitId, int]()
-        for info in reversed(mine := newest_first(here, run)):
-            # The log knows what came later, also if a clock was set back.
-            latest_ns = known[info.id] = max(latest_ns, here.commits[info.id].time_ns)
-        rows += [(known[info.id], 1, None, info) for info in mine]
-        there = self._ask(lambda remote: remote.log.replay(), alone=not rows)
-        if there is not None:
-            reader = self._reader()
-            rows += [
-                (known.get(i.id, there.commits[i.id].time_ns), 0, reader, i)
-                for i in newest_first(there, run)
-            ]
+        mine = newest_first(here, run)
+        there = self._ask(lambda remote: remote.log.replay(), alone=not mine)
+        theirs, known = newest_first(there, run) if there else [], dict[CommitId, int]()
+        reader = self._reader() if theirs else None
+
+        def reach(row: CommitRow) -> int:
+            """The time of a commit; it came after its parents, also if a clock was set back."""
+            return max(row.time_ns, *(known.get(each, 0) for each in row.parents), 0)
+
+        for info in reversed(theirs):
+            assert there
+            known[info.id] = reach(there.commits[info.id])
+        latest_ns = 0
+        for info in reversed(mine):
+            # This log knows what came later.
+            came_ns = max(reach(here.commits[info.id]), known.get(info.id, 0))
+            latest_ns = known[info.id] = max(latest_ns, came_ns)
+        rows = [(known[info.id], True, info) for info in mine]
+        rows += [(known[info.id], False, info) for info in theirs]
         return [
-            (reader, info)
-            for _, _, reader, info in sorted(rows, key=lambda row: row[:2], reverse=True)
+            (None if is_here else reader, info)
+            for _, is_here, info in sorted(rows, key=lambda row: row[:2], reverse=True)
         ]
 
     def named(self, commit: CommitId) -> tuple[Reader, Resolved]:

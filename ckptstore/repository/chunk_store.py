@@ -267,7 +267,9 @@ class ObjectStore:
         """A verified schema, page or layout."""
         return self.read_metadata_many([chunk])[chunk]
 
-    def read_metadata_many(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, bytes]:
+    def read_metadata_many(
+        self, chunks: Iterable[ChunkId], *, past_cache: bool = False
+    ) -> dict[ChunkId, bytes]:
         """Several metadata chunks, by id."""
         ids = b"".join(dict.fromkeys(chunks))
         where = self.located(ids)
@@ -280,7 +282,7 @@ class ObjectStore:
                 )
             buffers[chunk] = bytearray(nbytes)
         out = [memoryview(buffer) for buffer in buffers.values()]
-        self.read_into(ids, out, where=where, verify_ids=True)
+        self.read_into(ids, out, where=where, verify_ids=True, past_cache=past_cache)
         return {chunk: bytes(buffer) for chunk, buffer in buffers.items()}
 
     def read_into(

@@ -523,9 +523,11 @@ class Reader:
         return self._objects.packs_of(b"".join((*metadata, *(content.ids for content in contents))))
 
     def verify(self, trees: Iterable[Tree], commit: CommitId) -> None:
-        """Read every chunk of `trees` from the store through scratch memory, and compare it with
-        its id. Copies in this host's read cache are not consulted."""
-        nowhere, reader = Nowhere(), self.verifying_ids()
+        """Read every chunk of `trees`, also of their metadata, from the store through scratch
+        memory, and compare it with its id. Copies in this host's read cache are not consulted."""
+        trees, nowhere, reader = tuple(trees), Nowhere(), self.verifying_ids()
+        metadata = [chunk for tree in trees for chunk in (tree.ref.schema, *tree.ref.pages)]
+        self._objects.read_metadata_many(metadata, past_cache=True)
         reader._past_cache = True
         reader.read(
             (

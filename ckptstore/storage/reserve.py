@@ -5,8 +5,9 @@ for them, and created again once there is space.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -18,6 +19,8 @@ RESERVE_KEY = "reserve"
 RESERVE_BYTES = 1 << 20
 PROBE_BYTES = 256 << 10
 """Room enough for the entries of one forget or gc."""
+
+T = TypeVar("T")
 
 
 def ensure_reserve(storage: Storage) -> None:
@@ -39,7 +42,7 @@ def ensure_reserve(storage: Storage) -> None:
 
 def is_full(storage: Storage) -> bool:
     """Whether a few log entries would not fit. Found by writing as much, because quotas and inodes
-    count as well as blocks."""
+    count as well as blocks. A network filesystem may take what does not fit: see `with_room`."""
     if not storage.capabilities.can_fill_up:
         return False
     try:
@@ -59,9 +62,23 @@ def _incompressible(size: int) -> bytes:
     return blake3(os.urandom(32)).digest(size)
 
 
+def with_room(storage: Storage, append: Callable[[], T]) -> T:
+    """The result of `append`, of a log entry after which something can be deleted. If the disk is
+    full, it gets the room of the reserve, which is created again if possible."""
+    try:
+        return append()
+    except NoSpace:
+        if not storage.capabilities.can_fill_up:
+            raise
+        storage.delete(RESERVE_KEY)
+        return append()
+    finally:
+        ensure_reserve(storage)
+
+
 @contextmanager
 def room(storage: Storage) -> Iterator[bool]:
-    """Make room for log entries within the block. The value is True if the disk was full.
+    """Make room for a gc within the block. The value is True if the disk was full.
 
     Afterwards the reserve is created again if possible.
     """

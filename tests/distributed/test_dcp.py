@@ -288,3 +288,27 @@ def save_divided_subclasses(rank: int, path: Path) -> str:
 def test_parts_that_are_no_plain_tensors_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     for told in pool.run(quietly, save_divided_subclasses, tmp_path / "store"):
         assert "w is a part of a tensor of shape [8, 300], as a TwoTensor" in told, told
+
+
+def save_and_go_on_alone(rank: int, path: Path) -> tuple[str, ...] | None:
+    """Rank 1 commits alone what follows a save of both, of which DCP tells rank 0."""
+    meet(2)
+    if rank > 1:
+        return None
+    with ckptstore.open(path) as store:
+        ranks = ckptstore.Ranks(process_group=group_of(2))
+        first = store.commit({"x": torch.zeros(3)}, step=0, ranks=ranks)
+        metadata = dcp.save(
+            {"x": torch.ones(3)}, storage_writer=StoreWriter(store), process_group=group_of(2)
+        )
+        if rank == 0:
+            return None
+        made = store.commit({"x": torch.ones(3)}, ranks=ckptstore.Ranks(process_group="alone"))
+        assert metadata.storage_meta is not None
+        return first.id, metadata.storage_meta.save_id, *made.parents
+
+
+def test_each_rank_goes_on_from_what_the_coordinator_committed(pool: Pool, tmp_path: Path) -> None:
+    (told,) = filter(None, pool.run(quietly, save_and_go_on_alone, tmp_path / "store"))
+    first, saved, parent = told
+    assert first != parent == saved

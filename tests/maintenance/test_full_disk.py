@@ -70,6 +70,22 @@ def test_a_full_disk_frees_itself(small_disk: Path) -> None:
             store.checkout(step).verify()
 
 
+def test_a_gc_frees_a_disk_that_does_not_say_it_is_full(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS, which takes what is written and says so only when that is synced."""
+    place = small_disk / "store"
+    with open(place, storage=Storage(chunk_bytes=65536)) as store:
+        for step in range(6):
+            store.commit(state_of(step, own=400_000), step=step)
+        store.forget(KeepLast(2))
+        fill(small_disk)
+        monkeypatch.setattr("ckptstore.storage.reserve.is_full", lambda storage: False)
+        assert store.gc(max_unused=0.0, grace_s=0).freed_bytes > 6_000_000
+        for step in (4, 5):
+            store.checkout(step).verify()
+
+
 def test_a_copy_that_does_not_fit_is_given_up_and_said_so(small_disk: Path) -> None:
     place = small_disk / "store"
     # One thread makes one pack of the first commit, which is larger than what is free.

@@ -24,6 +24,7 @@ from ckptstore.core.ids import (
     twin_key,
 )
 from ckptstore.errors import Conflict, Corrupt, NotFound
+from ckptstore.log.entries import Entry, Moved, Over, encode_entry
 from ckptstore.log.log_backend import SEGMENT_ENTRIES
 from ckptstore.log.state import Pack
 from ckptstore.maintenance import rescue, silent
@@ -438,6 +439,26 @@ def test_a_damaged_config_is_written_again_exactly(store: Path) -> None:
         heal(store, data=False)
         assert path.read_bytes() == whole
     assert_whole(store)
+
+
+@pytest.mark.parametrize("bit", [0, None])
+def test_a_lost_config_is_not_made_where_the_place_of_the_log_is_lost_too(
+    store: Path, bit: int | None
+) -> None:
+    """Those who appended to the copies of a log in a database would fork it."""
+    with ckptstore.open(store) as opened:
+        log = opened._handle.log
+        n = log.append(Moved("postgresql://host/database#" + "0" * 32, 2)).n
+    if bit is None:  # the copies of later entries are there, and it is gone
+        state = log.replay()
+        later = Entry(n + 1, "0" * 32, 1, state.store, 2, state.hash, state.bytes, Over(()))
+        (store / log_key(n + 1)).write_bytes(encode_entry(later))
+        (store / log_key(n)).unlink()
+    else:
+        flip(store / log_key(n), 3, bit)
+    (store / "ckptstore.json").unlink()
+    with pytest.raises(Corrupt, match="where the log went"), open_offline_store(store):
+        pass
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])

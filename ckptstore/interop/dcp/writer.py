@@ -235,6 +235,8 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
             ]
         )
         if save.session is None:
+            # The coordinator makes the commit, and DCP does not call this rank's writer again.
+            internals_of(save.store).parent_tracker.joined(session)
             save.release()
         return done
 

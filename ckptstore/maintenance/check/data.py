@@ -18,7 +18,7 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import ChunkId, PackId, StoreId, digest
 from ckptstore.core.model import PackEntry
-from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
+from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack
 from ckptstore.maintenance import Progress, load_note, save_note
 from ckptstore.maintenance.check import WHOLE, Shard, Share
@@ -116,11 +116,13 @@ class Patched(NamedTuple):
 
 
 class Patches(NamedTuple):
-    """A whole chunk, where it lies, and the patches that need it, each behind its base."""
+    """A whole chunk, where it lies, and the patches that need it, each behind its base. What lies
+    nowhere may be in a pack that is `unread`."""
 
     whole: ChunkId
     places: tuple[ChunkInPack, ...]
     patched: tuple[Patched, ...]
+    unread: Unavailable | None
 
 
 def choose(
@@ -181,13 +183,17 @@ def verify(
         members = _chain_members(contents, chosen)
         made = stack.enter_context(closing(spread(made_wrong, patches_in(contents, members))))
         for wrong in [*never_made(contents, members), *(bad for _, some in made for bad in some)]:
-            suspects.add(wrong.pack)
+            if isinstance(wrong.problem, Unavailable):
+                verified.pop(wrong.pack, None)
+            else:
+                suspects.add(wrong.pack)
             sound.discard(wrong.pack)
             found.append(wrong)
     for name in sound:  # not before its patches were made
         suspects.discard(name)
-    # The order of a report does not depend on who came first.
-    return total, sorted(found, key=lambda bad: (bad.pack, bad.key, bad.entry.offset))
+    # The order of a report does not depend on who came first. A base is read for each patch.
+    places = {(bad.pack, bad.key, bad.entry.offset): bad for bad in reversed(found)}
+    return total, [places[place] for place in sorted(places)]
 
 
 def verify_pack(storage: Storage, threads: ThreadPool, given: PackToRead) -> list[BadChunk]:
@@ -226,7 +232,8 @@ def patches_in(contents: Contents, members: Iterable[ChunkId]) -> Iterator[tuple
                     others = ((each, places(each, patched=False)) for each in bases[chunk][1:])
                     below.append(Patched(chunk, base, tuple(others), places(chunk, patched=True)))
                     left.append(chunk)
-            batch.append(Patches(whole, places(whole, patched=False), tuple(below)))
+            its = places(whole, patched=False)
+            batch.append(Patches(whole, its, tuple(below), contents.unread))
             if sum(len(each.patched) for each in batch) >= _PATCHES_AT_ONCE:
                 yield tuple(batch)
                 batch = []
@@ -235,27 +242,44 @@ def patches_in(contents: Contents, members: Iterable[ChunkId]) -> Iterator[tuple
 
 
 def made_wrong(storage: Storage, threads: ThreadPool, given: Sequence[Patches]) -> list[BadChunk]:
-    """The patches that are sound, as is what they are made of, but do not make their chunk. What
-    cannot be read is reported for itself."""
+    """The patches that do not make their chunk, and what they are made of that cannot be read, in
+    packs that were perhaps not read. A patch that was not tried, since storage did not answer, is
+    `Unavailable`, too."""
     found = list[BadChunk]()
 
     def verify(each: Patches) -> None:
         bases, raws = {patched.base for patched in each.patched}, dict[ChunkId, memoryview]()
-        with suppress(CkptStoreError):
-            raws[each.whole] = read_chunk(storage, each.places)
+        silent: Unavailable | None = None
+
+        def read(read_any: Callable[..., T], places: Sequence[ChunkInPack]) -> T | None:
+            nonlocal silent
+            try:
+                return read_any(storage, places)
+            except (Corrupt, NotFound, Unavailable) as error:
+                why = error if places else each.unread
+                silent = why if isinstance(why, Unavailable) else silent
+                found.extend(_bad(place, error) for place in places[:1])
+                return None
+
+        if (whole := read(read_chunk, each.places)) is not None:
+            raws[each.whole] = whole
         for chunk, base, others, places in each.patched:
-            if base in raws:
-                with suppress(CkptStoreError):
-                    patch = stored_patch(storage, places)
-                    its = {name: read_chunk(storage, where) for name, where in others}
-                    made = _made(patch, {base: raws[base], **its})
-                    if made is None:
-                        found.append(_made_wrong(patch, places))
-                    elif chunk in bases:
-                        raws[chunk] = made
+            its = {name: read(read_chunk, where) for name, where in others}
+            its[base], patch = raws.get(base), read(stored_patch, places)
+            sound = {name: raw for name, raw in its.items() if raw is not None}
+            if patch is None or len(sound) < len(its):
+                found.extend(_bad(place, silent) for place in places if silent)
+            elif (made := _made(patch, sound)) is None:
+                found.append(_made_wrong(patch, places))
+            elif chunk in bases:
+                raws[chunk] = made
 
     threads.spread(verify, given)
     return found
+
+
+def _bad(place: ChunkInPack, problem: Problem) -> BadChunk:
+    return BadChunk(place.pack, place.keys[0], place.entry, problem)
 
 
 def _made(patch: StoredPatch, raws: Mapping[ChunkId, memoryview]) -> memoryview | None:
@@ -301,8 +325,7 @@ def never_made(contents: Contents, members: Collection[ChunkId]) -> list[BadChun
                 ready.append(user)
                 never.discard(user)
     what = Corrupt("it is a patch that needs itself, or rounds what is rounded itself")
-    found = (contents.inventory.places(chunk)[0] for chunk in never)
-    return [BadChunk(place.pack, place.keys[0], place.entry, what) for place in found]
+    return [_bad(contents.inventory.places(chunk)[0], what) for chunk in never]
 
 
 def _chain_members(contents: Contents, chosen: Iterable[Pack]) -> dict[ChunkId, None]:

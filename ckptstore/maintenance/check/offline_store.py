@@ -154,16 +154,27 @@ def _offline_store(storage: Storage) -> OfflineStore:
 def recover_config(storage: Storage, damaged: bytes) -> StoreConfig | None:
     """What `ckptstore.json` must say so that every commit is read right; None if the store's
     identity is lost: it is what most entries of the log name. What the `damaged` file says counts
-    where several values would do."""
+    where several values would do.
+
+    Raises `Corrupt` if the entry is damaged that tells where the log is: who appended elsewhere
+    would fork it. Raises `Unavailable` if storage does not return an entry."""
     entries = []
     for n in list_log(storage).entries:
+        data = read_small(storage, log_key(n))
         with suppress(CkptStoreError):
-            entries.append(decode_entry(read_small(storage, log_key(n)) or b""))
+            entries.append(decode_entry(data or b""))
     if not entries:
         return None
     store = Counter(entry.store for entry in entries).most_common(1)[0][0]
     generation = max(entry.generation for entry in entries if entry.store == store)
-    state = read_chain(storage, store, generation).state
+    chain = read_chain(storage, store, generation)
+    state = chain.state
+    since, place = state.moved or (0, "")
+    if generation > max(since, 1) or any(b'"kind":"moved"' in (bad.data or b"") for bad in chain.bad):
+        raise Corrupt(
+            f"{storage.url}: {CONFIG_KEY} is lost, and so is the entry that says where the log "
+            "went; restore one of the two from a copy of the store"
+        )
     contents = Contents(storage, state)
     compressed = any(
         ((table["kind"] == TENSOR) & (table["codec"] != RAW)).any()
@@ -176,8 +187,7 @@ def recover_config(storage: Storage, damaged: bytes) -> StoreConfig | None:
     chunk_bytes = next((n for n in likely if n in fitting), CHUNK_BYTES)
     codec = "zstd" if compressed or b'"codec": "zstd"' in damaged else "raw"
     config = StoreConfig(store, chunk_bytes, codec, generation=generation)
-    # With the log elsewhere, what lies in `log/` are copies: who appended there would fork it.
-    since, place = state.moved or (0, "")
+    # With the log elsewhere, what lies in `log/` are copies.
     return config.moved(place, generation) if since == generation else config
 
 

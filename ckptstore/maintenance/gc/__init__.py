@@ -12,6 +12,7 @@ is a courtesy of the plan: such a gc marks more and purges less than it might.
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ckptstore.commit.transaction import Destination, Transaction
@@ -45,7 +46,7 @@ from ckptstore.repository.chunk_reader import StoredChunk, StoredPatch, keys_of,
 from ckptstore.repository.pack_writer import OpenPack, PackSet
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.storage.reserve import is_full, room
+from ckptstore.storage.reserve import is_full, room, with_room
 
 B = TypeVar("B", Over, Condemn, Register, Delete)
 
@@ -369,7 +370,7 @@ class _Gc:
         left: Body | None = body
         while left is not None:
             try:
-                entry = (append or self._log.append)(left)
+                entry = with_room(self._storage, partial(append or self._log.append, left))
             except Refused as error:
                 smaller = _without(left, error.refusal)
                 if smaller == left:

@@ -47,6 +47,7 @@ class Log:
     tagged=st.sets(st.integers(0, 23)),
     every=st.integers(2, 5),
     newest=st.booleans(),
+    is_odd=st.booleans(),
     drawn=st.data(),
 )
 def test_every_run_is_sent_every_so_often_whoever_looks_when(
@@ -55,21 +56,24 @@ def test_every_run_is_sent_every_so_often_whoever_looks_when(
     tagged: set[int],
     every: int,
     newest: bool,
+    is_odd: bool,
     drawn: st.DataObject,
 ) -> None:
     """Uploads happen at `looks`, of what is due then, and afterwards some commits are trimmed here.
-    After each look, the mirror has a commit of the newest window of steps."""
+    After each look, the mirror has a commit of the newest window of steps. Either the training goes
+    back, or the clock `is_odd`."""
     here, there, step = Log(), Log(), 0
     for n, run in enumerate(runs):
         commit = CommitId(f"{n:064}")
-        step = drawn.draw(st.integers(max(0, step - 2), step + 3))
-        here.commits[commit] = Row(run, n, n, step)
+        step = drawn.draw(st.integers(step if is_odd else max(0, step - 2), step + 3))
+        time_ns = drawn.draw(st.integers(0, 24)) if is_odd else n
+        here.commits[commit] = Row(run, n, time_ns, step)
         if n in tagged:
             here.tags[str(n)] = commit
         if n not in looks and n < len(runs) - 1:
             continue
         due = due_commits(here, there, every, newest=newest)  # type: ignore[arg-type]
-        there.commits |= {each: here.commits[each] for each in due}
+        there.commits |= {each: here.commits[each] for each in sorted(due)}
         for heads in here.runs.values():
             head = here.commits[heads[-1]]
             sent = [row for row in there.commits.values() if row.run == head.run]
@@ -85,6 +89,14 @@ def test_every_run_is_sent_every_so_often_whoever_looks_when(
             for each in heads[:-kept]:
                 if each not in here.tags.values():
                     del here.commits[each]
+
+
+def test_a_host_whose_clock_is_behind_sends_what_it_trains_on_from_the_mirror() -> None:
+    """The one before it had another log, which is lost."""
+    there = Log({CommitId("a"): Row("a", 1, 3600, 10)})
+    here = Log({CommitId(f"{n:064}"): Row("a", n, n, step) for n, step in enumerate((12, 19, 20))})
+    due = due_commits(here, there, 10)  # type: ignore[arg-type]
+    assert [here.commits[commit].step for commit in due] == [20]
 
 
 STEPS = (3, 4, 9, 10, 19, 25, 9, 8, 11, 19)

@@ -175,6 +175,24 @@ def test_a_clock_that_was_set_back_makes_no_commit_older(
         assert store.resume(state(0)).step == 2
 
 
+def test_what_follows_a_commit_is_newer_on_a_host_whose_clock_is_behind(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as fast:
+        ahead_ns = time.time_ns() + 3_600_000_000_000
+        fast.setattr(time, "time_ns", lambda: ahead_ns)
+        with opened(place) as store:
+            store.commit(state(0), step=0)
+    rmtree(place)
+    with opened(place) as store:
+        store.resume(state(9))
+        store.commit(state(1), step=1)
+        store.commit(state(2), step=2)
+        assert store.checkout("latest").step == 2
+    with opened(tmp_path / "other") as store:
+        assert store.checkout("latest").step == 2
+
+
 def test_the_newest_of_both_is_resumed(place: Path, tmp_path: Path) -> None:
     """A job that moved to another host, went on there, and came back."""
     with opened(place) as store:
