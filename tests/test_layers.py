@@ -25,18 +25,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "state": ("torch", "pickle"),
     "commit": (),
     "restore": (),
-    "foreign": ("torch", "pickle"),
     "distributed": ("torch",),
     "maintenance": (),
     "api": (),
-    "interop": ("torch",),
     "cli": (),
     "plugin": (),
     "plugins": ("torch", "pickle", "fsspec", "sqlalchemy", "starlette", "uvicorn"),
 }
 """Each room, from the ground up, and the guarded packages it may import. A file of the core imports
 from its own room and from lower ones. `plugin` is the surface, and `plugins` are the files that
-`tests.support.size.PLUGINS` names; `interop` without them is DCP's face."""
+`tests.support.size.PLUGINS` names."""
 
 DOORS = {
     "store": (
@@ -66,11 +64,14 @@ DOORS = {
 chooses where the log lies, and who copies or checks the objects of all."""
 
 BESIDE = {
-    "adopt": ("parsers",),
-    "formats": ("adopt", "parsers", "torchsnapshot"),
-    "trainers": ("adopt", "formats"),
+    "dcp": ("foreign",),
+    "parsers": ("foreign",),
+    "torchsnapshot": ("foreign",),
+    "adopt": ("foreign", "parsers"),
+    "formats": ("foreign", "dcp", "adopt", "parsers", "torchsnapshot"),
+    "trainers": ("dcp", "adopt", "formats"),
     "trackers": ("adopt", "formats", "trainers", "reports"),
-    "torch_checkpointing": ("adopt",),
+    "torch_checkpointing": ("foreign", "adopt"),
     "analysis": ("reports",),
     "ui": ("adopt", "analysis", "parsers", "reports"),
     "follow": ("formats",),

@@ -13,14 +13,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ckptstore"
 CORE = (
     *("core", "storage", "objects", "log", "index", "repository", "state", "commit", "restore"),
-    *("foreign", "distributed", "maintenance"),
+    *("distributed", "maintenance", "plugins/foreign"),
 )
 
 ALLOWED = {
     "core/identity.py": (9, "the map and the set by identity, which keep their keys alive"),
     "core/text.py": (2, "the columns of a table, and the cells of its own rows"),
     "core/model.py": (1, "dimensions of two boxes of one tensor"),
-    "foreign/strides.py": (3, "size and stride of each dimension of one tensor"),
+    "plugins/foreign/strides.py": (3, "size and stride of each dimension of one tensor"),
     "index/queries.py": (1, "the columns that a statement names, and those of its own rows"),
     "objects/pages.py": (3, "columns of one page, whose lengths the decoder checks"),
     "objects/schema.py": (1, "columns of one schema, whose lengths the decoder checks"),

@@ -27,16 +27,14 @@ SAYS = {
     "restore": "plan, read, inflate, mmap",
     "distributed": "one commit and one restore over many ranks",
     "maintenance": "retention, gc, fsck, repair, mirrors, statistics",
-    "foreign": "files of other programs, read without running them",
     "api": "Store and Snapshot: what a trainer sees",
-    "interop": "torch.distributed.checkpoint (DCP), on a store",
     "cli": "the ckptstore command",
     "plugin": "the public surface for plugins",
-    "plugins": "files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
+    "plugins": "DCP, files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
 }
 
 WIDTH, MARGIN, ROW, GAP = 860, 20, 46, 26
-HIGH = ("plugin", "interop", "cli", "api")
+HIGH = ("plugin", "cli", "api")
 COLORS = {"top": "#8250df", "torch": "#bc4c00", "rest": "#0969da"}
 ARROW = "#848d97"
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 
 PLUGINS = {
+    "foreign": ("plugins/foreign/",),
+    "dcp": ("interop/dcp/", "interop/__init__.py"),
     "parsers": ("plugins/parsers/",),
     "adopt": ("plugins/adopt/",),
     "formats": ("interop/formats/", "interop/fsspec.py", "interop/serving.py"),
