@@ -17,6 +17,7 @@ from ckptstore.core.text import (
     printable,
     redact,
     seconds_text,
+    secrets_of,
     selector,
     unicode_text,
     without,

@@ -17,7 +17,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "rooms.svg"
 
 SAYS = {
     "core": "frozen values and arithmetic: ids, geometry, refs, settings; no I/O",
-    "storage": "where objects lie: local disks, buckets, fsspec, the read cache",
+    "storage": "where objects lie: the contract, local disks, the read cache",
     "objects": "the bytes of chunks, packs, pages, schemas and documents",
     "log": "numbered entries, their rules, sessions",
     "index": "catalog in SQL, chunk index in LMDB",
@@ -30,7 +30,7 @@ SAYS = {
     "api": "Store and Snapshot: what a trainer sees",
     "cli": "the ckptstore command",
     "plugin": "the public surface for plugins",
-    "plugins": "DCP, files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
+    "plugins": "buckets, DCP, files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
 }
 
 WIDTH, MARGIN, ROW, GAP = 860, 20, 46, 26

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 PLUGINS = {
+    "buckets": ("plugins/buckets/",),
     "foreign": ("plugins/foreign/",),
     "dcp": ("interop/dcp/", "interop/__init__.py"),
     "parsers": ("plugins/parsers/",),
