@@ -41,26 +41,24 @@ from its own room and from lower ones. `plugin` is the surface, and `plugins` ar
 DOORS = {
     "storage": ("plugins.buckets.bucket",),
     "store": (
-        *("plugins.adopt.adoption", "plugins.signing.signatures"),
-        *("plugins.follow.follower", "plugins.reports.difference"),
+        *("plugins.adopt.adoption", "plugins.signing.signatures", "plugins.follow.follower"),
+        *("plugins.reports.difference", "plugins.schedule.schedule", "plugins.tiers.tiers"),
     ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
     "maintenance_api": (
-        *("plugins.analysis.history", "plugins.engine.on", "plugins.reports.doctor"),
-        *("plugins.reports.forecast", "plugins.reports.usage"),
+        *("plugins.adopt.holds", "plugins.analysis.history", "plugins.engine.on"),
+        *("plugins.reports.doctor", "plugins.reports.forecast", "plugins.reports.usage"),
     ),
-    "internals": ("plugins.analysis.measurements",),
+    "internals": ("plugins.analysis.measurements", "plugins.tiers.tiers"),
+    "open_store": ("plugins.tiers.tiers",),
     "index": ("plugins.postgres.database", "plugins.postgres.log"),
     "repository.store_handle": ("plugins.postgres.database",),
-    "maintenance.move_log": ("plugins.postgres.log",),
     "maintenance.check.offline_store": ("plugins.postgres.log",),
     "maintenance.mirror": ("plugins.signing.signatures",),
     "maintenance.check.fsck": ("plugins.signing.signatures",),
-    "cli.maintain": (
-        *("interop.formats", "interop.formats.exports", "interop.formats.new_files"),
-        *("plugins.engine.consolidated", "plugins.engine.work"),
-    ),
+    "cli.maintain": ("plugins.engine.work",),
+    "cli.setup": ("plugins.postgres.moving",),
     "cli.call": ("plugins.engine.ray_executor",),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who

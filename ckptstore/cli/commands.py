@@ -585,7 +585,7 @@ COMMANDS = (
     ),
     Operation(
         "import",
-        "cli.maintain.import_files",
+        "plugins.engine.commands.import_files",
         "commit files of another format",
         (Option("path", "PATH", "a file or a directory"), *_LABEL, _PICKLE),
         "Commit the content of PATH: a .safetensors file, a .safetensors.index.json with its "
@@ -617,7 +617,7 @@ COMMANDS = (
     ),
     Operation(
         "export",
-        "cli.maintain.export_files",
+        "plugins.engine.commands.export_files",
         "write a commit as files of another format",
         (
             Option("ref", "REF", "the commit"),

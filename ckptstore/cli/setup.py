@@ -81,7 +81,7 @@ def _config(place: str) -> tuple[StoreConfig, str]:
 
 def _migrate_log(call: Call) -> Answer:
     """Move the log, restore its database, or update the tables there."""
-    from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
+    from ckptstore.plugins.postgres.moving import migrate_tables, move_log, restore_log
 
     args = call.args
     call.url = place = call.place()

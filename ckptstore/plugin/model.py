@@ -1,6 +1,14 @@
 """What a commit is made of: ids, shapes and boxes, leaves, schemas, and the bounds of each."""
 
-from ckptstore.core.config import CHUNK_BYTES, MIB, RUN_BYTES, check_chunk_bytes, default_threads
+from ckptstore.core.config import (
+    CHUNK_BYTES,
+    LOG_FILES,
+    MIB,
+    RUN_BYTES,
+    StoreConfig,
+    check_chunk_bytes,
+    default_threads,
+)
 from ckptstore.core.geometry import (
     WIDTHS,
     Grid,
@@ -28,6 +36,7 @@ from ckptstore.core.ids import (
     checksum,
     digest,
     hold_tag,
+    is_hold,
     log_key,
     new_hold_id,
     new_session_id,

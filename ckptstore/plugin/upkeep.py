@@ -3,7 +3,7 @@
 from ckptstore.index.queries import TagInfo, Totals
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.maintenance import Counter, Progress, silent
-from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard, parse_share
+from ckptstore.maintenance.check import Level, Report, Share, parse_level, parse_shard, parse_share
 from ckptstore.maintenance.check.data import Spread, load_record
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import OfflineStore, offline_store_of
@@ -31,10 +31,20 @@ from ckptstore.maintenance.forget import (
 from ckptstore.maintenance.gc import GcOptions, collect
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror_plan import all_commits, plan_between
+from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
+from ckptstore.maintenance.mirror_match import Leaves, compare_leaves
+from ckptstore.maintenance.mirror_plan import (
+    all_commits,
+    counterparts,
+    find_akin,
+    other_end,
+    plan_between,
+)
+from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import (
     KeepBest,
     KeepLast,
     KeepSince,
     Policy,
 )
+from ckptstore.maintenance.thin import thin_commit

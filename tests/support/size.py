@@ -42,6 +42,8 @@ PLUGINS = {
     "postgres": ("plugins/postgres/",),
     "signing": ("plugins/signing/",),
     "follow": ("plugins/follow/",),
+    "tiers": ("plugins/tiers/",),
+    "schedule": ("plugins/schedule/",),
     "engine": ("plugins/engine/",),
 }
 """How the names of the files of each plugin begin, below the package; all others are the core."""
