@@ -28,7 +28,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "distributed": ("torch",),
     "maintenance": (),
     "api": (),
-    "cli": (),
     "plugin": (),
     "plugins": (
         *("torch", "pickle", "fsspec", "s3fs", "obstore", "sqlalchemy", "starlette", "uvicorn"),
@@ -57,25 +56,25 @@ DOORS = {
     "maintenance.check.offline_store": ("plugins.postgres.log",),
     "maintenance.mirror": ("plugins.signing.signatures",),
     "maintenance.check.fsck": ("plugins.signing.signatures",),
-    "cli.maintain": ("plugins.engine.work",),
-    "cli.setup": ("plugins.postgres.moving",),
-    "cli.call": ("plugins.engine.ray_executor",),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
 chooses where the log lies, and who copies or checks the objects of all."""
 
 BESIDE = {
+    "cli": ("engine", "formats", "postgres"),
     "dcp": ("foreign",),
     "parsers": ("foreign",),
     "torchsnapshot": ("foreign",),
-    "adopt": ("foreign", "parsers"),
+    "adopt": ("cli", "foreign", "parsers"),
     "formats": ("foreign", "dcp", "adopt", "parsers", "torchsnapshot"),
     "trainers": ("dcp", "adopt", "formats"),
     "trackers": ("adopt", "formats", "trainers", "reports"),
     "torch_checkpointing": ("foreign", "adopt"),
-    "analysis": ("reports",),
-    "ui": ("adopt", "analysis", "parsers", "reports"),
-    "follow": ("formats",),
+    "reports": ("cli",),
+    "signing": ("cli",),
+    "analysis": ("cli", "reports"),
+    "ui": ("cli", "adopt", "analysis", "parsers", "reports"),
+    "follow": ("cli", "formats"),
     "engine": ("adopt", "formats", "parsers"),
 }
 """The plugins that a plugin stands on."""
@@ -146,7 +145,7 @@ def room(module: str) -> str:
     first = module.partition(".")[0]
     if first in ROOMS:
         return first
-    rooms = {"errors": "core", "migrations": "index", "__main__": "cli"}
+    rooms = {"errors": "core", "migrations": "index"}
     single = modules()[module].parent == PACKAGE
     assert first in rooms or single, f"ckptstore.{module} is in no room: add it to ROOMS"
     return rooms.get(first, "api")

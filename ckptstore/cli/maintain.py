@@ -5,32 +5,35 @@ maintain a store; `push`, `pull`, `clone`: commits to and from other stores.
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
 
+from ckptstore import CompactPolicy
 from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
 from ckptstore.cli.commits import commit_text, reader_of, short, tell_run
 from ckptstore.cli.policies import policies_of
 from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
-from ckptstore.core.config import default_threads
-from ckptstore.core.text import Table, count_text
 from ckptstore.errors import NotFound
-from ckptstore.maintenance.check import (
+from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.maintenance import Maintenance
+from ckptstore.plugin.model import default_threads
+from ckptstore.plugin.storage import Storage, open_storage
+from ckptstore.plugin.text import Table, count_text
+from ckptstore.plugin.upkeep import (
     Finding,
+    GcPlan,
+    MirrorOptions,
     Report,
     Severity,
+    all_forgotten,
+    carry_out,
+    check_source,
+    choose,
+    fsck,
+    mirror,
+    other_end,
     parse_level,
     parse_shard,
     parse_share,
+    repair,
 )
-from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.compact.plan import CompactPolicy
-from ckptstore.maintenance.forget import all_forgotten, carry_out
-from ckptstore.maintenance.gc.plan import GcPlan
-from ckptstore.maintenance.mirror import MirrorOptions, mirror
-from ckptstore.maintenance.mirror_plan import choose, other_end
-from ckptstore.maintenance.repair import check_source, repair
-from ckptstore.maintenance_api import Maintenance
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage import open_storage
-from ckptstore.storage.contract import Storage
 
 
 def forget(call: Call) -> Answer:

@@ -2,6 +2,8 @@
 
 from ckptstore.core.config import (
     CHUNK_BYTES,
+    CODECS,
+    FORMAT_VERSION,
     LOG_FILES,
     MIB,
     RUN_BYTES,
@@ -9,6 +11,7 @@ from ckptstore.core.config import (
     check_chunk_bytes,
     default_threads,
 )
+from ckptstore.core.environment import run_or_default, threads_or_default
 from ckptstore.core.geometry import (
     WIDTHS,
     Grid,
@@ -35,6 +38,7 @@ from ckptstore.core.ids import (
     check_tag,
     checksum,
     digest,
+    document_key,
     hold_tag,
     is_hold,
     log_key,

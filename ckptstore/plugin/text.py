@@ -3,10 +3,14 @@
 from ckptstore.core.text import (
     BLUE,
     BOLD,
+    CYAN,
+    DIM,
     ID_DIGITS,
     SECOND_NS,
+    TAG,
     Column,
     Table,
+    Terminal,
     age_text,
     bytes_text,
     count_text,
@@ -19,6 +23,7 @@ from ckptstore.core.text import (
     seconds_text,
     secrets_of,
     selector,
+    style,
     unicode_text,
     without,
 )

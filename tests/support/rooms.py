@@ -28,13 +28,12 @@ SAYS = {
     "distributed": "one commit and one restore over many ranks",
     "maintenance": "retention, gc, fsck, repair, mirrors, statistics",
     "api": "Store and Snapshot: what a trainer sees",
-    "cli": "the ckptstore command",
     "plugin": "the public surface for plugins",
     "plugins": "buckets, DCP, files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
 }
 
 WIDTH, MARGIN, ROW, GAP = 860, 20, 46, 26
-HIGH = ("plugin", "cli", "api")
+HIGH = ("plugin", "api")
 COLORS = {"top": "#8250df", "torch": "#bc4c00", "rest": "#0969da"}
 ARROW = "#848d97"
 

@@ -19,6 +19,7 @@ from statistics import median
 PLUGINS = {
     "buckets": ("plugins/buckets/",),
     "foreign": ("plugins/foreign/",),
+    "cli": ("cli/", "__main__.py"),
     "dcp": ("interop/dcp/", "interop/__init__.py"),
     "parsers": ("plugins/parsers/",),
     "adopt": ("plugins/adopt/",),

@@ -3,18 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    UsageError,
-    commit_text,
-    fields_of,
-    find_proven,
-    metrics_of,
-    reader_of,
-    short,
-    size_text,
-)
+from ckptstore.cli.call import Answer, Call, UsageError
+from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, size_text
+from ckptstore.cli.labels import metrics_of
+from ckptstore.cli.screen import fields_of
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import CommitInfo, default_threads
 from ckptstore.plugin.reading import CommitContents, contents_at
