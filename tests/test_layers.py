@@ -51,6 +51,7 @@ DOORS = {
     ),
     "internals": ("plugins.analysis.measurements", "plugins.tiers.tiers"),
     "open_store": ("plugins.tiers.tiers",),
+    "commit.write": ("plugins.analysis.measure",),
     "index": ("plugins.postgres.database", "plugins.postgres.log"),
     "repository.store_handle": ("plugins.postgres.database",),
     "maintenance.check.offline_store": ("plugins.postgres.log",),

@@ -13,7 +13,6 @@ from ckptstore.state.shards import (
 )
 from ckptstore.state.staging import copy_task, prepare
 from ckptstore.state.staging_buffers import Buffer, BufferPool, Copy, default_budget
-from ckptstore.state.sums import add_up, flat_tensor
 from ckptstore.state.tensors import (
     DTYPES,
     FLOATS,
