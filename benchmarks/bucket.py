@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.storage.bucket import BucketStorage
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from tests.support.servers.ports import free_port
 from tests.support.servers.rgw import missing_programs, rgw_server
 

@@ -26,10 +26,10 @@ from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.maintenance.check import Report, Share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import open_offline_store
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from ckptstore.plugins.engine.ray_executor import RayExecutor
 from ckptstore.plugins.engine.work import Place, spread_on
 from ckptstore.storage import open_storage
-from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.contract import Capabilities
 
 WORKERS = (1, 2, 4, 8)

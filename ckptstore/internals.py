@@ -46,9 +46,9 @@ from ckptstore.errors import (
 )
 from ckptstore.log.resolve import Resolved, newest_first, resolved
 from ckptstore.maintenance.disk_space import DiskWatch
-from ckptstore.maintenance.tiers import Tier
 from ckptstore.peers import Committer, collective_of
 from ckptstore.plugins.analysis.measurements import with_tensors
+from ckptstore.plugins.tiers.tiers import Tier
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.dedup import GcPin, items_of
 from ckptstore.repository.resolve_ref import find_commit

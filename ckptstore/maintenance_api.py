@@ -29,11 +29,11 @@ from ckptstore.maintenance.forget import (
 )
 from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.holds import release_named, release_others
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose, other_end
 from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
+from ckptstore.plugins.adopt.holds import release_named, release_others
 from ckptstore.plugins.analysis.history import History, history
 from ckptstore.plugins.reports.doctor import Check, doctor
 from ckptstore.plugins.reports.forecast import Forecast, forecast

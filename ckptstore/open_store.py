@@ -17,10 +17,10 @@ from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.mirror import MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import all_commits, other_end
 from ckptstore.maintenance.retention import Policy
-from ckptstore.maintenance.tiers import Tier
 from ckptstore.objects.pointer_files import Pointer, read_pointer
 from ckptstore.objects.pointer_files import write_pointer as write_file
 from ckptstore.peers import leads_all
+from ckptstore.plugins.tiers.tiers import Tier
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.resolve_ref import AnyRef
 from ckptstore.repository.store_handle import StoreHandle

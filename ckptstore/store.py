@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self, get_args
 
 from ckptstore.commit.commit_metadata import label_of, refuse_unnamed
 from ckptstore.commit.outages import Health
-from ckptstore.commit.schedule import Schedule, rule_of
 from ckptstore.core.ids import CommitId, check_run, check_tag
 from ckptstore.core.model import CommitInfo, Skipped
 from ckptstore.core.options import Async, Ranks, Verify
@@ -22,13 +21,14 @@ from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.internals import PendingCommit, StoreInternals, flats_of
 from ckptstore.log.resolve import Resolved
 from ckptstore.maintenance.forget import remove_tags, set_tag
-from ckptstore.maintenance.tiers import Tier
 from ckptstore.maintenance_api import Maintenance
 from ckptstore.peers import agreed_schedule, calling, collective_of
 from ckptstore.plugins.adopt.adoption import adopt
 from ckptstore.plugins.follow.follower import Follower, FollowOptions, OnCommit
 from ckptstore.plugins.reports.difference import Difference, compare, differing
+from ckptstore.plugins.schedule.schedule import Schedule, rule_of
 from ckptstore.plugins.signing import signatures
+from ckptstore.plugins.tiers.tiers import Tier
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, log_resumed, through_pointers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.restore.reader import Reader

@@ -14,10 +14,10 @@ import torch
 
 import ckptstore
 from ckptstore import Async, KeepBest, Snapshot, Store
-from ckptstore.commit.schedule import Schedule
 from ckptstore.core.config import MESSAGE_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX, TAGS_MAX
 from ckptstore.core.public_calls import booleans_of
 from ckptstore.errors import InvalidInput, NotFound
+from ckptstore.plugins.schedule.schedule import Schedule
 
 LABELS: dict[str, dict[str, Any]] = {
     "metrics are a number": {"metrics": 5},

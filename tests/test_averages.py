@@ -21,8 +21,8 @@ from ckptstore.plugins.analysis.averages import (
     spherical,
     weighted,
 )
+from ckptstore.plugins.analysis.sums import add_up
 from ckptstore.snapshot import contents_of
-from ckptstore.state.sums import add_up
 from ckptstore.storage.local import LocalStorage
 from tests.support.torch_release import FLOAT4
 

@@ -18,9 +18,9 @@ from ckptstore.core.statistics import (
     is_measured,
 )
 from ckptstore.errors import Corrupt, InvalidInput, NotFound
+from ckptstore.plugins.analysis.measure import squared_distance, statistics_of
 from ckptstore.restore.reader import Reader
 from ckptstore.snapshot import contents_of
-from ckptstore.state.measure import squared_distance, statistics_of
 from ckptstore.state.tensors import DTYPES, QUANTIZED, memory_of
 from ckptstore.store import internals_of
 

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "ckptstore"
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "core": (),
-    "storage": ("fsspec", "s3fs", "obstore"),
+    "storage": (),
     "objects": (),
     "log": (),
     "index": ("sqlalchemy", "alembic", "lmdb"),
@@ -25,55 +25,57 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "state": ("torch", "pickle"),
     "commit": (),
     "restore": (),
-    "foreign": ("torch", "pickle"),
     "distributed": ("torch",),
     "maintenance": (),
     "api": (),
-    "interop": ("torch",),
-    "cli": (),
     "plugin": (),
-    "plugins": ("torch", "pickle", "fsspec", "sqlalchemy", "starlette", "uvicorn"),
+    "plugins": (
+        *("torch", "pickle", "fsspec", "s3fs", "obstore", "sqlalchemy", "starlette", "uvicorn"),
+    ),
 }
 """Each room, from the ground up, and the guarded packages it may import. A file of the core imports
 from its own room and from lower ones. `plugin` is the surface, and `plugins` are the files that
-`tests.support.size.PLUGINS` names; `interop` without them is DCP's face."""
+`tests.support.size.PLUGINS` names."""
 
 DOORS = {
+    "storage": ("plugins.buckets.bucket",),
     "store": (
-        *("plugins.adopt.adoption", "plugins.signing.signatures"),
-        *("plugins.follow.follower", "plugins.reports.difference"),
+        *("plugins.adopt.adoption", "plugins.signing.signatures", "plugins.follow.follower"),
+        *("plugins.reports.difference", "plugins.schedule.schedule", "plugins.tiers.tiers"),
     ),
     "plugin.stores": ("plugins.adopt.adoption",),
     "snapshot": ("plugins.adopt.materializing",),
     "maintenance_api": (
-        *("plugins.analysis.history", "plugins.engine.on", "plugins.reports.doctor"),
-        *("plugins.reports.forecast", "plugins.reports.usage"),
+        *("plugins.adopt.holds", "plugins.analysis.history", "plugins.engine.on"),
+        *("plugins.reports.doctor", "plugins.reports.forecast", "plugins.reports.usage"),
     ),
-    "internals": ("plugins.analysis.measurements",),
+    "internals": ("plugins.analysis.measurements", "plugins.tiers.tiers"),
+    "open_store": ("plugins.tiers.tiers",),
+    "commit.write": ("plugins.analysis.measure",),
     "index": ("plugins.postgres.database", "plugins.postgres.log"),
     "repository.store_handle": ("plugins.postgres.database",),
-    "maintenance.move_log": ("plugins.postgres.log",),
     "maintenance.check.offline_store": ("plugins.postgres.log",),
     "maintenance.mirror": ("plugins.signing.signatures",),
     "maintenance.check.fsck": ("plugins.signing.signatures",),
-    "cli.maintain": (
-        *("interop.formats", "interop.formats.exports", "interop.formats.new_files"),
-        *("plugins.engine.consolidated", "plugins.engine.work"),
-    ),
-    "cli.call": ("plugins.engine.ray_executor",),
 }
 """Who in the core enters a plugin: a method of the store that a plugin carries out, a command, who
 chooses where the log lies, and who copies or checks the objects of all."""
 
 BESIDE = {
-    "adopt": ("parsers",),
-    "formats": ("adopt", "parsers", "torchsnapshot"),
-    "trainers": ("adopt", "formats"),
+    "cli": ("engine", "formats", "postgres"),
+    "dcp": ("foreign",),
+    "parsers": ("foreign",),
+    "torchsnapshot": ("foreign",),
+    "adopt": ("cli", "foreign", "parsers"),
+    "formats": ("foreign", "dcp", "adopt", "parsers", "torchsnapshot"),
+    "trainers": ("dcp", "adopt", "formats"),
     "trackers": ("adopt", "formats", "trainers", "reports"),
-    "torch_checkpointing": ("adopt",),
-    "analysis": ("reports",),
-    "ui": ("adopt", "analysis", "parsers", "reports"),
-    "follow": ("formats",),
+    "torch_checkpointing": ("foreign", "adopt"),
+    "reports": ("cli",),
+    "signing": ("cli",),
+    "analysis": ("cli", "reports"),
+    "ui": ("cli", "adopt", "analysis", "parsers", "reports"),
+    "follow": ("cli", "formats"),
     "engine": ("adopt", "formats", "parsers"),
 }
 """The plugins that a plugin stands on."""
@@ -144,7 +146,7 @@ def room(module: str) -> str:
     first = module.partition(".")[0]
     if first in ROOMS:
         return first
-    rooms = {"errors": "core", "migrations": "index", "__main__": "cli"}
+    rooms = {"errors": "core", "migrations": "index"}
     single = modules()[module].parent == PACKAGE
     assert first in rooms or single, f"ckptstore.{module} is in no room: add it to ROOMS"
     return rooms.get(first, "api")

@@ -13,25 +13,23 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ckptstore"
 CORE = (
     *("core", "storage", "objects", "log", "index", "repository", "state", "commit", "restore"),
-    *("foreign", "distributed", "maintenance"),
+    *("distributed", "maintenance", "plugins/foreign"),
 )
 
 ALLOWED = {
     "core/identity.py": (9, "the map and the set by identity, which keep their keys alive"),
     "core/text.py": (2, "the columns of a table, and the cells of its own rows"),
     "core/model.py": (1, "dimensions of two boxes of one tensor"),
-    "foreign/strides.py": (3, "size and stride of each dimension of one tensor"),
+    "plugins/foreign/strides.py": (3, "size and stride of each dimension of one tensor"),
     "index/queries.py": (1, "the columns that a statement names, and those of its own rows"),
     "objects/pages.py": (3, "columns of one page, whose lengths the decoder checks"),
     "objects/schema.py": (1, "columns of one schema, whose lengths the decoder checks"),
     "state/leaf_sources.py": (1, "children, paths and keys of one node: the rows of a tree"),
-    "state/measure.py": (3, "numbers at one place of two chunks; columns and rows of one matrix"),
     "state/optimizer_forms.py": (1, "keys and names of one group, whose lengths are compared"),
     "state/parameter_matching.py": (1, "order, which decides where shapes prove it"),
     "state/values.py": (2, "keys and columns of one block of one leaf, whose lengths are compared"),
     "state/shards.py": (1, "placement, size and coordinate for each dimension of a mesh"),
     "state/stateful.py": (1, "torch's own order, by which `load_state_dict` goes"),
-    "state/sums.py": (3, "numbers of vectors of one length are added"),
     "repository/pack_writer.py": (1, "a counter that names packs"),
     "maintenance/check/indexes.py": (1, "two lists of equal length are compared, not paired"),
     "maintenance/mirror.py": (1, "parents by the document and the plan, both in its order"),

@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.cli.screen import Hint, Part, Screen
-from ckptstore.core.ids import CONFIG_KEY, CommitId
-from ckptstore.core.paths import base_of, distrust, search
-from ckptstore.core.text import redact
 from ckptstore.errors import Busy, CkptStoreError, Corrupt, InvalidInput, NotFound
-from ckptstore.log.entries import Commit
-from ckptstore.objects.pointer_files import is_pointer, read_pointer
-from ckptstore.repository.resolve_ref import is_path
-from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.plugin.files import base_of, distrust, search
+from ckptstore.plugin.handles import Commit, StoreHandle, is_path
+from ckptstore.plugin.model import CONFIG_KEY, CommitId
+from ckptstore.plugin.pointers import is_pointer, read_pointer
+from ckptstore.plugin.text import redact
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from ckptstore.maintenance.check.offline_store import OfflineStore
-    from ckptstore.repository.thread_pool import ThreadPool
-    from ckptstore.store import Store
+    from ckptstore import Store
+    from ckptstore.plugin.upkeep import OfflineStore
+    from ckptstore.plugin.work import ThreadPool
 
 T = TypeVar("T")
 
@@ -138,7 +136,7 @@ class Call:
         The values of the command line, and `more`, go to the parameters of their names. What it
         does not give has the default of the method.
         """
-        from ckptstore.maintenance_api import Maintenance
+        from ckptstore.plugin.maintenance import Maintenance
 
         # Refs that name no run are resolved in the one that the command line names.
         store = Maintenance(handle, self.threads(threads), getattr(self.args, "run", None))
@@ -154,14 +152,14 @@ class Call:
 
     def training_store(self, handle: StoreHandle, run: str | None = None) -> "Store":
         """An open store with all its methods, which import torch."""
-        from ckptstore.core.settings import Settings
-        from ckptstore.store import Store
+        from ckptstore import Store
+        from ckptstore.plugin.snapshots import Settings
 
         return self.stack.enter_context(Store(handle, Settings.of(run=run)))
 
     def open_offline(self) -> "OfflineStore":
         """The store that the command line names, however damaged. Raises as `open` does."""
-        from ckptstore.maintenance.check.offline_store import open_offline_store
+        from ckptstore.plugin.upkeep import open_offline_store
 
         place = self.place()
         with _opening():
@@ -171,7 +169,7 @@ class Call:
 
     def threads(self, count: int = 1) -> "ThreadPool":
         """Threads for the rest of the call."""
-        from ckptstore.repository.thread_pool import ThreadPool
+        from ckptstore.plugin.work import ThreadPool
 
         return self.stack.enter_context(closing(ThreadPool(count)))
 
@@ -254,7 +252,7 @@ def exit_of(error: BaseException) -> Exit:
 
 def _busy(error: BaseException) -> bool:
     """Whether others kept changing or locking the store, so that the command may be repeated."""
-    from ckptstore.log.log import Refused
+    from ckptstore.plugin.handles import Refused
 
     cause = error.__cause__ or error
     locked = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (

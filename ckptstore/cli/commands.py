@@ -1,7 +1,7 @@
 """Every command with its options, as data; the modules that run them are imported when needed."""
 
 from ckptstore.cli.parser import Operation, Option, Options, flag, several
-from ckptstore.core.config import CHUNK_BYTES, CODECS
+from ckptstore.plugin.model import CHUNK_BYTES, CODECS
 
 _RUN = Option("--run", "RUN", "resolve steps, 'latest' and 'best:' in this run")
 _REF = Option("ref?", "REF", "the commit (default: latest)", default="latest")
@@ -585,7 +585,7 @@ COMMANDS = (
     ),
     Operation(
         "import",
-        "cli.maintain.import_files",
+        "cli.files.import_files",
         "commit files of another format",
         (Option("path", "PATH", "a file or a directory"), *_LABEL, _PICKLE),
         "Commit the content of PATH: a .safetensors file, a .safetensors.index.json with its "
@@ -617,7 +617,7 @@ COMMANDS = (
     ),
     Operation(
         "export",
-        "cli.maintain.export_files",
+        "cli.files.export_files",
         "write a commit as files of another format",
         (
             Option("ref", "REF", "the commit"),

@@ -7,19 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.cli.call import Call
 from ckptstore.cli.screen import fields_of
-from ckptstore.core.config import StoreConfig
-from ckptstore.core.ids import CommitId, document_key, parse_chunk_id
-from ckptstore.core.model import CommitDocument, CommitInfo, Schema
-from ckptstore.core.text import ID_DIGITS, bytes_text, exact_text
-from ckptstore.index.queries import Queries
-from ckptstore.objects.documents import decode_document
-from ckptstore.objects.schema import decode_schema
-from ckptstore.repository.resolve_ref import find_commit, trained_last
-from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.plugin.catalogs import Queries
+from ckptstore.plugin.handles import (
+    StoreHandle,
+    decode_document,
+    decode_schema,
+    find_commit,
+    trained_last,
+)
+from ckptstore.plugin.model import (
+    CommitDocument,
+    CommitId,
+    CommitInfo,
+    Schema,
+    StoreConfig,
+    document_key,
+    parse_chunk_id,
+)
+from ckptstore.plugin.text import ID_DIGITS, bytes_text, exact_text
 
 if TYPE_CHECKING:
-    from ckptstore.restore.reader import Reader
-    from ckptstore.snapshot import Snapshot
+    from ckptstore import Snapshot
+    from ckptstore.plugin.reading import Reader
 
 _STEP = re.compile(r"[0-9]{1,18}(?=~|$)")
 
@@ -105,7 +114,7 @@ def document_of(store: StoreHandle, info: CommitInfo) -> CommitDocument:
 
 def reader_of(call: Call, store: StoreHandle, threads: int = 1) -> "Reader":
     """A reader of commits, for the rest of the call."""
-    from ckptstore.restore.reader import Reader
+    from ckptstore.plugin.reading import Reader
 
     return Reader(store.config, store.objects, call.threads(threads))
 

@@ -12,8 +12,8 @@ from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.interrupts import end_at_once, told
 from ckptstore.cli.parser import Operation, build, parse
 from ckptstore.cli.screen import ERASE, Screen
-from ckptstore.core.text import printable, redact
 from ckptstore.errors import CkptStoreError
+from ckptstore.plugin.text import printable, redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:

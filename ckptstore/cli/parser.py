@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
 
 from ckptstore.cli.call import UsageError
-from ckptstore.core.text import SECOND_NS
 from ckptstore.errors import InvalidInput
+from ckptstore.plugin.text import SECOND_NS
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SIZE = r"(?i:([0-9]+) ?([KMGT]?)(?:iB|B)?)"

@@ -5,18 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
+from ckptstore import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin
 from ckptstore.cli.call import UsageError
 from ckptstore.cli.parser import parse_best
-from ckptstore.maintenance.retention import (
-    Keep,
-    KeepBest,
-    KeepEverySteps,
-    KeepLast,
-    KeepPeriods,
-    KeepWithin,
-    Period,
-    Policy,
-)
+from ckptstore.plugin.upkeep import Keep, Period, Policy
 
 
 def policies_of(args: Namespace) -> Sequence[Policy]:

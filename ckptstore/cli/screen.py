@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import fields, is_dataclass
 from typing import Any, TextIO, TypeAlias
 
-from ckptstore.core.text import BOLD, CYAN, DIM, TAG, Column, Table, Terminal, printable, style
+from ckptstore.plugin.text import BOLD, CYAN, DIM, TAG, Column, Table, Terminal, printable, style
 
 PROGRESS_PAUSE_S = 0.1
 QUIET_S = 2.0

@@ -11,14 +11,13 @@ from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.commits import config_text
 from ckptstore.cli.parser import build
 from ckptstore.cli.screen import Hint, fields_of
-from ckptstore.core.config import StoreConfig
-from ckptstore.core.paths import check_path
-from ckptstore.core.text import count_text
 from ckptstore.errors import NotFound
-from ckptstore.index.catalog_sqlite import REVISION
-from ckptstore.repository.init_store import init_store, read_config
-from ckptstore.repository.store_handle import CATALOG_NAME
-from ckptstore.storage import open_storage
+from ckptstore.plugin.catalogs import REVISION
+from ckptstore.plugin.files import check_path
+from ckptstore.plugin.handles import CATALOG_NAME, init_store, read_config
+from ckptstore.plugin.model import StoreConfig
+from ckptstore.plugin.storage import open_storage
+from ckptstore.plugin.text import count_text
 
 TAGS = "latest $(ckptstore tag --names 2>/dev/null)"
 PREAMBLE = {
@@ -81,7 +80,7 @@ def _config(place: str) -> tuple[StoreConfig, str]:
 
 def _migrate_log(call: Call) -> Answer:
     """Move the log, restore its database, or update the tables there."""
-    from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
+    from ckptstore.plugins.postgres.moving import migrate_tables, move_log, restore_log
 
     args = call.args
     call.url = place = call.place()

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from ckptstore.cli.call import Answer, Call, UsageError
 from ckptstore.cli.commits import commit_text, find_proven, first_line, reader_of, short
 from ckptstore.cli.screen import Hint, columns
-from ckptstore.core.ids import check_tag
-from ckptstore.core.text import Table
-from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.model import check_tag
+from ckptstore.plugin.text import Table
 
 
 def tag(call: Call) -> Answer:
@@ -39,7 +39,7 @@ def tag(call: Call) -> Answer:
 
 
 def _set(call: Call, store: StoreHandle, name: str) -> Answer:
-    from ckptstore.maintenance.forget import set_tag
+    from ckptstore.plugin.upkeep import set_tag
 
     info = find_proven(call, store, call.args.ref or "latest")
     before = store.log.state.tags.get(name)
@@ -50,7 +50,7 @@ def _set(call: Call, store: StoreHandle, name: str) -> Answer:
 
 
 def _rename(call: Call, old: str, new: str) -> Answer:
-    from ckptstore.maintenance.forget import rename_tag
+    from ckptstore.plugin.upkeep import rename_tag
 
     store = call.open()
     commit = rename_tag(store, reader_of(call, store), old, new)
@@ -60,7 +60,7 @@ def _rename(call: Call, old: str, new: str) -> Answer:
 
 
 def _remove(store: StoreHandle, names: Sequence[str]) -> Answer:
-    from ckptstore.maintenance.forget import remove_tags
+    from ckptstore.plugin.upkeep import remove_tags
 
     removed = remove_tags(store, *names)
     lines = [f"removed {name}, was {short(commit)}" for name, commit in removed.items()]

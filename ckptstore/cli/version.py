@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import ckptstore
-from ckptstore.core.config import FORMAT_VERSION
+from ckptstore.plugin.model import FORMAT_VERSION
 
 LIBRARIES = (
     *("torch", "numpy", "blake3", "xxhash", "zstandard"),

@@ -322,7 +322,7 @@ class ChunkWriter:
         if self._measured is None or not is_measured(dtype):
             return
         if (key := key_of(dtype, chunk)) not in self._measured:
-            from ckptstore.state.measure import moments_of  # NumKong, only where it is wanted
+            from ckptstore.plugins.analysis.measure import moments_of
 
             self._measured[key] = moments_of(raw, dtype).encode()
 

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptstore import Store
 from ckptstore.errors import InvalidInput
+from ckptstore.interop.dcp import redirect
 from ckptstore.interop.oldest import check_version
-from ckptstore.plugin.dcp import redirect
 
 try:
     import megatron.core

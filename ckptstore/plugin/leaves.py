@@ -10,6 +10,7 @@ from ckptstore.state.leaf_sources import (
     StagedSource,
     memory_of,
     pickled_paths,
+    rows,
     segment,
     segments,
     shown,

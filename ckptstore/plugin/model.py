@@ -1,10 +1,22 @@
 """What a commit is made of: ids, shapes and boxes, leaves, schemas, and the bounds of each."""
 
-from ckptstore.core.config import CHUNK_BYTES, MIB, RUN_BYTES, check_chunk_bytes, default_threads
+from ckptstore.core.config import (
+    CHUNK_BYTES,
+    CODECS,
+    FORMAT_VERSION,
+    LOG_FILES,
+    MIB,
+    RUN_BYTES,
+    StoreConfig,
+    check_chunk_bytes,
+    default_threads,
+)
+from ckptstore.core.environment import run_or_default, threads_or_default
 from ckptstore.core.geometry import (
     WIDTHS,
     Grid,
     box_of_region,
+    byte_ranges,
     grid,
     intersect,
     nbytes_of,
@@ -26,12 +38,15 @@ from ckptstore.core.ids import (
     check_tag,
     checksum,
     digest,
+    document_key,
     hold_tag,
+    is_hold,
     log_key,
     new_hold_id,
     new_session_id,
     parse_chunk_id,
     parse_commit_id,
+    parse_session_id,
     parse_signature_key,
     random_digits,
     signature_key,

@@ -13,4 +13,3 @@ from ckptstore.core.statistics import (
     is_measured,
     key_of,
 )
-from ckptstore.state.measure import squared_distances, statistics_of_many

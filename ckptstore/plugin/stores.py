@@ -5,16 +5,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ckptstore.commit.commit_metadata import CommitMetadata
 from ckptstore.commit.outages import Outages, passes
+from ckptstore.commit.parts import GivenPart, PartsWritten
 from ckptstore.commit.plan import Flats
+from ckptstore.commit.transaction import TreeContent
 from ckptstore.contents import nearest_with
-from ckptstore.core.ids import ChunkId, CommitId
+from ckptstore.core.ids import ChunkId, CommitId, SessionId
 from ckptstore.core.model import CommitInfo
-from ckptstore.core.options import Async, Ranks
+from ckptstore.core.options import Async, Ranks, Storage
 from ckptstore.internals import MakeMetadata, PendingCommit
 from ckptstore.log.resolve import Resolved
+from ckptstore.log.sessions import Session
 from ckptstore.maintenance import forget
 from ckptstore.maintenance.retention import Policy
 from ckptstore.open_store import open_commit
@@ -133,6 +137,59 @@ def committed_chunks(store: Store) -> Mapping[bytes, ChunkId]:
 def gc_pin(store: Store, purpose: str) -> GcPin | None:
     """What keeps chunks of `store` from gc while they are relied on; None where it cannot be."""
     return internals_of(store).gc_pin(purpose)
+
+
+# -- a commit whose parts another library's ranks write --
+
+
+def open_parts(store: Store) -> Session:
+    """Open the session under which all ranks write the parts of one commit; for its publisher."""
+    return internals_of(store).parts_committer.open()
+
+
+def write_parts(
+    store: Store, session: SessionId, rank: int, parts: Sequence[GivenPart], run: str
+) -> PartsWritten:
+    """Hash `parts` and pack the chunks that `store` lacks, durable on return; see
+    `PartsCommitter.write`."""
+    return internals_of(store).parts_committer.write(session, rank, parts, run)
+
+
+def publish_parts(
+    store: Store,
+    session: Session,
+    label: CommitMetadata,
+    trees: Sequence[TreeContent],
+    layout: bytes | None,
+    receipts: Sequence[Any],
+    *,
+    started: float,
+    follow: bool,
+) -> Snapshot:
+    """The commit of what all ranks have written under `session`; see `PartsCommitter.publish`.
+
+    With `follow`, it follows the last commit of `store`, and the next one follows it.
+    """
+    internals = internals_of(store)
+    return internals.commit_external(
+        lambda metadata, asked: internals.parts_committer.publish(
+            session, metadata, trees, layout, receipts, started, asked
+        ),
+        label,
+        follow=follow,
+    )
+
+
+def check_writable(store: Store) -> None:
+    """Raise `ReadOnly` if `store` is open for reading alone."""
+    internals_of(store).handle.check_writable()
+
+
+def address_of(store: Store) -> tuple[str, Storage]:
+    """With what another process opens `store`: its place, and how its objects are reached."""
+    internals = internals_of(store)
+    settings = internals.settings
+    return internals.handle.place, Storage(options=settings.storage_options, index=settings.index)
 
 
 # -- does a training go on although a save failed? --

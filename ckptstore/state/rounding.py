@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from ckptstore.objects import patches
-from ckptstore.state.sums import PIECE
 
 _DTYPES = {patches.BFLOAT16: torch.bfloat16, patches.FLOAT16: torch.float16}
+PIECE = 1 << 15
+"""Torch starts no threads for so few numbers: a commit has its own, and a trainer needs torch's."""
 _TINY, _ONE = 5e-324, 1.0
 _LOW = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000)
 """The low bits of numbers next to the middle of two of 16 bits."""

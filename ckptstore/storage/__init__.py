@@ -43,6 +43,6 @@ def open_storage(
             fsync=fsync,
             direct_io=direct_io,
         )
-    from ckptstore.storage.bucket import BucketStorage
+    from ckptstore.plugins.buckets.bucket import BucketStorage
 
     return BucketStorage(text, read_only=read_only, storage_options=storage_options)

@@ -17,7 +17,7 @@ import torch
 
 import ckptstore
 from ckptstore import InvalidInput, KeepBest, KeepLast, PendingCommit, Snapshot, Store
-from ckptstore.commit.schedule import Schedule
+from ckptstore.plugins.schedule.schedule import Schedule
 from tests.maintenance.stores import make_store, state
 
 SIGNAL = signal.SIGUSR1

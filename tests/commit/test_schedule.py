@@ -12,7 +12,7 @@ import torch
 
 import ckptstore
 from ckptstore import InvalidInput
-from ckptstore.commit.schedule import Rule, best_interval_s
+from ckptstore.plugins.schedule.schedule import Rule, best_interval_s
 from tests.commit.states import held_commit
 
 

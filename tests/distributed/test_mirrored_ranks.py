@@ -9,7 +9,7 @@ import torch
 import ckptstore
 from ckptstore import KeepLast, Mirror, Storage
 from ckptstore.errors import InvalidInput, NoSpace, Unavailable
-from ckptstore.maintenance import tiers
+from ckptstore.plugins.tiers import tiers
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.store import Store
 from tests.distributed.layouts import full, layout, local, meet

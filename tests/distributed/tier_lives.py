@@ -48,7 +48,7 @@ def live(rank: int, life: Life) -> None:
     import torch
     import torch.distributed as dist
 
-    from ckptstore.maintenance import tiers
+    from ckptstore.plugins.tiers import tiers
     from tests.distributed.layouts import full, layout, local, meet
 
     os.environ["CKPTSTORE_THREADS"], random = "2", Random(life.number)

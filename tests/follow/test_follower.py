@@ -13,12 +13,12 @@ import torch
 import ckptstore
 from ckptstore.core.forks import new_future
 from ckptstore.core.geometry import grid
+from ckptstore.plugins.buckets.bucket import BucketStorage
+from ckptstore.plugins.buckets.fsspec_client import FsspecClient
 from ckptstore.plugins.follow import follower as following
 from ckptstore.plugins.follow.follower import Follower
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader
-from ckptstore.storage.bucket import BucketStorage
-from ckptstore.storage.fsspec_client import FsspecClient
 from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
 from tests.shared.sites import Site

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from ckptstore.foreign.inert_pickles import load_inert
 from ckptstore.interop.dcp import dcp_to_store, store_to_dcp
 from ckptstore.interop.formats.exports import export
+from ckptstore.plugins.foreign.inert_pickles import load_inert
 from ckptstore.store import Store
 from tests.golden.dcp_files import BY_TORCH, EXPORTED, wanted
 from tests.interop.dcp_states import same, zeros

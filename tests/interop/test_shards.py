@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
-from ckptstore.foreign.sources import Joined, check_tiling
 from ckptstore.interop.formats import export, import_path
+from ckptstore.plugins.foreign.sources import Joined, check_tiling
 from ckptstore.state.leaf_sources import BytesSource
 from ckptstore.store import Store
 from tests.interop.test_directories import contents

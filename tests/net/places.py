@@ -16,9 +16,9 @@ from psycopg import sql
 
 from ckptstore.core import paths
 from ckptstore.log import log_backend
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from ckptstore.repository import store_handle
 from ckptstore.storage import local_files
-from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from tests.shared.sites import Site, Sites
 from tests.support.patching import small_chunks_too

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from ckptstore.plugins.postgres.log import PostgresLog
-from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from tests.net import registry
 from tests.net.places import PACK_BYTES, Ground, packs_of, shared_directories

@@ -10,8 +10,8 @@ import pytest
 from ckptstore.core.ids import footers_key
 from ckptstore.errors import Corrupt
 from ckptstore.objects.frames import bundle, compress, seal, unbundle
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from ckptstore.repository.footers import BATCH_PACKS, read_footer
-from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.contract import FOOTERS_BYTES_MAX
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal

@@ -16,10 +16,10 @@ from ckptstore.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from ckptstore.log.entries import Settings
 from ckptstore.log.log import Refused
 from ckptstore.maintenance.check.offline_store import open_offline_store
-from ckptstore.maintenance.move_log import migrate_tables, move_log, restore_log
 from ckptstore.maintenance.repair import repair
 from ckptstore.maintenance.retention import KeepLast
 from ckptstore.plugins.postgres import database
+from ckptstore.plugins.postgres.moving import migrate_tables, move_log, restore_log
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import Site
@@ -283,7 +283,7 @@ def test_a_move_that_was_interrupted_is_finished_by_the_same_command(
         raise Unavailable("the power went")
 
     with monkeypatch.context() as broken:
-        broken.setattr("ckptstore.maintenance.move_log._arrive", stop)
+        broken.setattr("ckptstore.plugins.postgres.moving._arrive", stop)
         with pytest.raises(Unavailable):
             move_log(plain.place, index)
     with plain.open(host) as store:

@@ -16,8 +16,8 @@ import torch
 
 from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, checksum, digest
 from ckptstore.errors import Corrupt
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.read_cache import END_BYTES, LOOK_EVERY, UNFINISHED_S, ReadCache, _File
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import CHUNK_BYTES, Site, on

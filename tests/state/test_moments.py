@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from ckptstore.core.statistics import Moments, added_moments, is_measured
-from ckptstore.state.measure import (
+from ckptstore.plugins.analysis.measure import (
     moments_of,
     squared_distance,
     squared_distances,

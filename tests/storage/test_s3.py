@@ -13,9 +13,10 @@ import pytest
 
 from ckptstore.core.ids import SessionId
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.storage import bucket, open_storage
+from ckptstore.plugins.buckets import bucket
+from ckptstore.plugins.buckets.fsspec_client import FsspecClient, signer
+from ckptstore.storage import open_storage
 from ckptstore.storage.contract import PART_BYTES, Storage, Writer
-from ckptstore.storage.fsspec_client import FsspecClient, signer
 from tests.storage.test_backend import SESSION, BackendContract, written
 from tests.support.servers.proxy import Proxy, proxy_to
 from tests.support.servers.s3 import S3Server, ends_halfway, new_url
@@ -345,7 +346,7 @@ class TestS3(BackendContract):
         self, storage: Storage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = "FsspecClient" if self.client == "obstore" else "ObstoreClient"
-        monkeypatch.setattr(f"ckptstore.storage.bucket.{other}", None)
+        monkeypatch.setattr(f"ckptstore.plugins.buckets.bucket.{other}", None)
         storage.put("a", b"0123456789")
         assert storage.read("a", 8) == b"89"
 
@@ -475,7 +476,7 @@ def test_no_secret_is_in_an_error(client: str) -> None:
 
 
 def test_a_session_is_named_by_the_uploads_of_its_packs_only() -> None:
-    from ckptstore.storage.bucket import _name_of, _upload_of
+    from ckptstore.plugins.buckets.bucket import _name_of, _upload_of
 
     pack = f"some/place/packs/ab/{'ab' * 12}-0-17.2"
     assert _name_of(pack, "id").startswith(f"tmp/{SessionId('ab' * 12)}-")

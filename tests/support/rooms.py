@@ -17,7 +17,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "rooms.svg"
 
 SAYS = {
     "core": "frozen values and arithmetic: ids, geometry, refs, settings; no I/O",
-    "storage": "where objects lie: local disks, buckets, fsspec, the read cache",
+    "storage": "where objects lie: the contract, local disks, the read cache",
     "objects": "the bytes of chunks, packs, pages, schemas and documents",
     "log": "numbered entries, their rules, sessions",
     "index": "catalog in SQL, chunk index in LMDB",
@@ -27,16 +27,13 @@ SAYS = {
     "restore": "plan, read, inflate, mmap",
     "distributed": "one commit and one restore over many ranks",
     "maintenance": "retention, gc, fsck, repair, mirrors, statistics",
-    "foreign": "files of other programs, read without running them",
     "api": "Store and Snapshot: what a trainer sees",
-    "interop": "torch.distributed.checkpoint (DCP), on a store",
-    "cli": "the ckptstore command",
     "plugin": "the public surface for plugins",
-    "plugins": "files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
+    "plugins": "buckets, DCP, files, trainers, trackers, torchft, TorchSnapshot, analysis, ui",
 }
 
 WIDTH, MARGIN, ROW, GAP = 860, 20, 46, 26
-HIGH = ("plugin", "interop", "cli", "api")
+HIGH = ("plugin", "api")
 COLORS = {"top": "#8250df", "torch": "#bc4c00", "rest": "#0969da"}
 ARROW = "#848d97"
 

@@ -17,6 +17,10 @@ from pathlib import Path
 from statistics import median
 
 PLUGINS = {
+    "buckets": ("plugins/buckets/",),
+    "foreign": ("plugins/foreign/",),
+    "cli": ("cli/", "__main__.py"),
+    "dcp": ("interop/dcp/", "interop/__init__.py"),
     "parsers": ("plugins/parsers/",),
     "adopt": ("plugins/adopt/",),
     "formats": ("interop/formats/", "interop/fsspec.py", "interop/serving.py"),
@@ -39,6 +43,8 @@ PLUGINS = {
     "postgres": ("plugins/postgres/",),
     "signing": ("plugins/signing/",),
     "follow": ("plugins/follow/",),
+    "tiers": ("plugins/tiers/",),
+    "schedule": ("plugins/schedule/",),
     "engine": ("plugins/engine/",),
 }
 """How the names of the files of each plugin begin, below the package; all others are the core."""

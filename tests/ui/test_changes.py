@@ -104,7 +104,7 @@ LACKS = " ".join(ABSENT).split()
 UPKEEP = [
     each
     for each in COMMANDS
-    if each.run.startswith("cli.maintain.") or each.name in ("tag", "doctor")
+    if each.run.startswith(("cli.maintain.", "cli.files.")) or each.name in ("tag", "doctor")
 ]
 
 

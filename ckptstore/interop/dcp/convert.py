@@ -25,22 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from ckptstore.commit.commit_metadata import label_of
-from ckptstore.core.model import Box, Shape
-from ckptstore.core.text import unicode_text
+from ckptstore import Snapshot, Store
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, Unavailable
-from ckptstore.foreign.inert_pickles import load_inert
-from ckptstore.foreign.kinds import check_comes_back
-from ckptstore.foreign.loaded import (
-    DCP_METADATA,
-    FileBytes,
-    Shelf,
-    dtype_from,
-    foreign_metadata,
-    located,
-    shape_of,
-    stored_tensor,
-)
 from ckptstore.interop.dcp.items import (
     Resolved,
     box_item,
@@ -50,10 +36,24 @@ from ckptstore.interop.dcp.items import (
     write_items,
 )
 from ckptstore.interop.dcp.names import FLAT_KEY, CommitItems, Keys, Named, dumped
-from ckptstore.objects.pointer_files import is_pointer, read_pointer
-from ckptstore.snapshot import Snapshot
-from ckptstore.state import tensors
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin.model import Box, Shape
+from ckptstore.plugin.pointers import is_pointer, read_pointer
+from ckptstore.plugin.stores import check_writable, open_parts
+from ckptstore.plugin.tensors import tensors
+from ckptstore.plugin.text import unicode_text
+from ckptstore.plugin.writing import label_of
+from ckptstore.plugins.foreign.inert_pickles import load_inert
+from ckptstore.plugins.foreign.kinds import check_comes_back
+from ckptstore.plugins.foreign.loaded import (
+    DCP_METADATA,
+    FileBytes,
+    Shelf,
+    dtype_from,
+    foreign_metadata,
+    located,
+    shape_of,
+    stored_tensor,
+)
 
 
 def dcp_to_store(
@@ -74,14 +74,13 @@ def dcp_to_store(
     tile a tensor, and, unless `allow_pickle`, for objects that need unpickling.
     """
     root = Path(path)
-    internals = internals_of(store)
-    internals.handle.check_writable()
+    check_writable(store)
     started = time.perf_counter()
     label = label_of(
         store.run, step, tag, message or f"imported from {unicode_text(root.name)}", metrics
     )
     keys, resolved = _read_directory(root, allow_pickle)
-    session = internals.parts_committer.open()
+    session = open_parts(store)
     try:
         written = read_message(
             0, write_items(store, session.id, 0, resolved, store.run, alone=False)

@@ -11,26 +11,37 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptstore.commit.commit_metadata import CommitMetadata
-from ckptstore.commit.parts import GivenPart
-from ckptstore.commit.plan import Extent, extent_of_bytes
-from ckptstore.commit.transaction import TreeContent
-from ckptstore.core import geometry
-from ckptstore.core.ids import CHUNK_ID_BYTES, SessionId, parse_session_id
-from ckptstore.core.model import INLINE_BYTES, Box, LeafContent, Node, Schema, Shape
-from ckptstore.core.tiling import misfit, tile
-from ckptstore.distributed import framing
+from ckptstore import Snapshot, Store
 from ckptstore.errors import Conflict, Corrupt
-from ckptstore.foreign.sources import Joined
 from ckptstore.interop.dcp.names import Keys, Marks, is_divided
-from ckptstore.log.sessions import Session
-from ckptstore.objects import canonical
-from ckptstore.objects.schema import decode_schema, encode_schema
-from ckptstore.snapshot import Snapshot
-from ckptstore.state.codecs import values
-from ckptstore.state.flatten import flatten
-from ckptstore.state.leaf_sources import NOTHING, BytesSource, Source, segment, segments
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin.encoding import canonical, decode_schema, encode_schema
+from ckptstore.plugin.leaves import NOTHING, BytesSource, Source, segment, segments
+from ckptstore.plugin.model import (
+    CHUNK_ID_BYTES,
+    INLINE_BYTES,
+    Box,
+    LeafContent,
+    Node,
+    Schema,
+    SessionId,
+    Shape,
+    nbytes_of,
+    parse_session_id,
+    width_of,
+)
+from ckptstore.plugin.ranks import framing
+from ckptstore.plugin.stores import publish_parts, write_parts
+from ckptstore.plugin.tiling import misfit, tile
+from ckptstore.plugin.values import flatten, values
+from ckptstore.plugin.writing import (
+    CommitMetadata,
+    Extent,
+    GivenPart,
+    Session,
+    TreeContent,
+    extent_of_bytes,
+)
+from ckptstore.plugins.foreign.sources import Joined
 
 _EMPTY = LeafContent(inline=b"")
 
@@ -99,7 +110,7 @@ def write_items(
     A rank that saves `alone` stores each box as a tensor of its own.
     """
     parts = [part for item, sources in resolved for part in _parts(item, sources, alone)]
-    written = internals_of(store).parts_committer.write(session, rank, parts, run)
+    written = write_parts(store, session, rank, parts, run)
     given = iter(written.contents)
     rows: list[list[Any]] = []
     for item, sources in resolved:
@@ -148,8 +159,8 @@ def _parts(item: Item, sources: Sequence[Source], alone: bool) -> Iterator[Given
         dtype, shape, box = schema.dtypes[i], schema.shapes[i], None
         if item.box and not alone and shape != item.shape:
             shape, box = item.shape, item.box
-        extent = Extent(shape, geometry.width_of(dtype), source.nbytes, dtype, box)
-        yield GivenPart(extent, source, geometry.nbytes_of(dtype, shape), path)
+        extent = Extent(shape, width_of(dtype), source.nbytes, dtype, box)
+        yield GivenPart(extent, source, nbytes_of(dtype, shape), path)
 
 
 def publish_items(
@@ -169,7 +180,6 @@ def publish_items(
 
     Raises `Conflict` for boxes that do not tile their tensors, and for another session's items.
     """
-    internals = internals_of(store)
     planter = _Planter(store.chunk_bytes, alone)
     stored = [each for rank in ranks for each in rank.stored]
     trees = planter.trees(_nested(stored, keys, flat_key, planter.marks))
@@ -178,12 +188,8 @@ def publish_items(
         layout["dcp"] = planter.marks.document()
     encoded = None if world == 1 and "dcp" not in layout else canonical.encode(layout)
     receipts = [rank.receipt for rank in ranks]
-    return internals.commit_external(
-        lambda metadata, asked: internals.parts_committer.publish(
-            session, metadata, trees, encoded, receipts, started, asked
-        ),
-        label,
-        follow=alone is None,
+    return publish_parts(
+        store, session, label, trees, encoded, receipts, started=started, follow=alone is None
     )
 
 
@@ -334,7 +340,7 @@ def whole_content(
     """The content of a tensor from its boxes, which tile it: chunks of the whole where no edge cuts
     one.
     """
-    nbytes, width = geometry.nbytes_of(dtype, shape), geometry.width_of(dtype)
+    nbytes, width = nbytes_of(dtype, shape), width_of(dtype)
     if nbytes <= INLINE_BYTES:
         pieces = [(box, BytesSource(content.inline or b"")) for box, content in boxes.items()]
         return LeafContent(inline=Joined(shape, width, pieces).read_all(), raw_bytes=nbytes)

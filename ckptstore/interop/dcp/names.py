@@ -19,22 +19,19 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ckptstore.core.ids import CONFIG_KEY, check_tag
-from ckptstore.core.model import Box, Node, Schema, Shape
-from ckptstore.core.options import Storage
-from ckptstore.core.text import redact
+from ckptstore import Snapshot, Storage, Store, open
 from ckptstore.errors import Conflict, Corrupt, InvalidInput
-from ckptstore.foreign.loaded import DCP_METADATA
-from ckptstore.foreign.plain_pickles import save
-from ckptstore.objects.pointer_files import is_pointer
-from ckptstore.open_store import open
-from ckptstore.repository.resolve_ref import AnyRef, is_path
-from ckptstore.restore.reader import Tree
-from ckptstore.restore.restore import assemble_nodes
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state.codecs import containers, values
-from ckptstore.state.leaf_sources import rows, segment
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin.handles import AnyRef, is_path
+from ckptstore.plugin.leaves import rows, segment
+from ckptstore.plugin.model import CONFIG_KEY, Box, Node, Schema, Shape, check_tag
+from ckptstore.plugin.pointers import is_pointer
+from ckptstore.plugin.reading import Tree
+from ckptstore.plugin.snapshots import assemble_nodes, contents_of
+from ckptstore.plugin.stores import address_of
+from ckptstore.plugin.text import redact
+from ckptstore.plugin.values import containers, values
+from ckptstore.plugins.foreign.loaded import DCP_METADATA
+from ckptstore.plugins.foreign.plain_pickles import save
 
 CheckpointId: TypeAlias = str | os.PathLike[str]
 
@@ -74,16 +71,10 @@ class AtPlace(Generic[Work]):
                     "run, storage_options and index are those of the open store; leave them out, "
                     "or pass its path"
                 )
-            internals = internals_of(store)
-            place, run = internals.handle.place, store.run
-            storage_options, index = internals.settings.storage_options, internals.settings.index
+            (place, storage), run = address_of(store), store.run
         else:
-            place = os.fspath(store)
-        self._arguments: dict[str, Any] = {
-            "place": place,
-            "run": run,
-            "storage": Storage(options=storage_options, index=index),
-        }
+            place, storage = os.fspath(store), Storage(options=storage_options, index=index)
+        self._arguments: dict[str, Any] = {"place": place, "run": run, "storage": storage}
         self._name: CheckpointId | None = None
         self._begin()
 

@@ -27,9 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptstore.core.config import MIB
-from ckptstore.core.geometry import within
-from ckptstore.core.model import Box
+from ckptstore import Snapshot, Store
 from ckptstore.errors import Conflict, InvalidInput, NotFound
 from ckptstore.interop.dcp.names import (
     DCP_VERSION,
@@ -42,12 +40,11 @@ from ckptstore.interop.dcp.names import (
     of_rank,
     ref_of_rank,
 )
-from ckptstore.repository.resolve_ref import AnyRef
-from ckptstore.restore.reader import ReadRequest
-from ckptstore.snapshot import Snapshot, contents_of
-from ckptstore.state import tensors
-from ckptstore.state.tensors import FLOATS, converts, destination
-from ckptstore.store import Store
+from ckptstore.plugin.handles import AnyRef
+from ckptstore.plugin.model import MIB, Box, within
+from ckptstore.plugin.reading import ReadRequest
+from ckptstore.plugin.snapshots import contents_of
+from ckptstore.plugin.tensors import FLOATS, converts, destination, tensors
 
 __all__ = ["StoreReader"]
 

@@ -30,13 +30,13 @@ try:
 except ImportError:  # before torch 2.15
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from ckptstore.core import forks
-from ckptstore.core.text import unicode_text
+from ckptstore import Store
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.dcp.names import Name
 from ckptstore.interop.dcp.reader import StoreReader
 from ckptstore.interop.dcp.writer import StoreWriter
-from ckptstore.store import Store
+from ckptstore.plugin.text import unicode_text
+from ckptstore.plugin.work import forks
 
 __all__ = ["redirect"]
 

@@ -31,12 +31,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptstore.commit.commit_metadata import label_of
-from ckptstore.core.ids import CommitId, SessionId, parse_session_id
-from ckptstore.core.model import Box
+from ckptstore import Store
 from ckptstore.errors import Conflict, InvalidInput
-from ckptstore.foreign.kinds import load_torch
-from ckptstore.foreign.loaded import Loaded, Shelf
 from ckptstore.interop.dcp.items import (
     RankItems,
     Resolved,
@@ -55,14 +51,14 @@ from ckptstore.interop.dcp.names import (
     keeps,
     of_rank,
 )
-from ckptstore.log.sessions import Session
-from ckptstore.objects.pointer_files import Pointer, write_pointer
-from ckptstore.state import tensors
-from ckptstore.state.checkpointable import is_checkpointable, is_whole
-from ckptstore.state.leaf_sources import Source
-from ckptstore.state.shards import shape_of
-from ckptstore.state.tensors import TensorSource
-from ckptstore.store import Store, internals_of
+from ckptstore.plugin.leaves import Source
+from ckptstore.plugin.model import Box, CommitId, SessionId, parse_session_id
+from ckptstore.plugin.pointers import Pointer, write_pointer
+from ckptstore.plugin.stores import check_writable, open_parts
+from ckptstore.plugin.tensors import TensorSource, is_checkpointable, is_whole, shape_of, tensors
+from ckptstore.plugin.writing import Session, label_of
+from ckptstore.plugins.foreign.kinds import load_torch
+from ckptstore.plugins.foreign.loaded import Loaded, Shelf
 
 __all__ = ["StoreWriter"]
 
@@ -114,7 +110,7 @@ class _Save:
 
     def open_session(self) -> Session:
         self.end_session()
-        self.session = internals_of(self.store).parts_committer.open()
+        self.session = open_parts(self.store)
         # If a rank fails, DCP does not tell the coordinator's writer.
         weakref.finalize(self, self.session.abandon)
         return self.session
@@ -202,7 +198,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         self._start(save)
         if is_coordinator or alone:
             self._check_name(save)
-        internals_of(save.store).handle.check_writable()
+        check_writable(save.store)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

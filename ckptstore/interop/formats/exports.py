@@ -183,7 +183,8 @@ def _write_safetensors(contents: CommitContents, scratch: Path, selects: Selects
 def _write_torch(
     snapshot: "Snapshot", scratch: Path, selects: Selects, allow_pickle: bool
 ) -> Written:
-    from ckptstore.plugin.torch_saves import check_comes_back, refused_by_torch, save
+    from ckptstore.plugins.foreign.kinds import check_comes_back
+    from ckptstore.plugins.foreign.plain_pickles import refused_by_torch, save
 
     state = _state(snapshot, selects, allow_pickle)
     # torch.save accepts no path that begins with a dot and has no suffix
@@ -197,7 +198,8 @@ def _write_torch(
 def _write_dcp(
     snapshot: "Snapshot", scratch: Path, selects: Selects, allow_pickle: bool
 ) -> Written:
-    from ckptstore.plugin.dcp import PlainPlanner, store_to_dcp, write_directory
+    from ckptstore.interop.dcp import store_to_dcp
+    from ckptstore.interop.dcp.convert import PlainPlanner, write_directory
 
     if selects == (EVERYTHING,):
         store_to_dcp(snapshot, scratch, allow_pickle=allow_pickle)

@@ -16,26 +16,24 @@ from typing import Literal, NoReturn, TypeAlias
 
 from ckptstore import Store
 from ckptstore.errors import InvalidInput, NotFound, Unavailable
-from ckptstore.plugin.foreign import Entry, Window, check_tiling, read_range, shape_around
 from ckptstore.plugin.snapshots import Snapshot
 from ckptstore.plugin.stores import commit_leaves, threads_of
 from ckptstore.plugin.text import count_text, redact, unicode_text
-from ckptstore.plugin.torch_saves import (
-    DCP_METADATA,
-    SNAPSHOT_METADATA,
-    as_app_state,
-    file_kind,
-    foreign_metadata,
-    inside,
-    is_safetensors,
-    load_torch,
-    read_json,
-)
 from ckptstore.plugin.work import ThreadPool
 from ckptstore.plugin.writing import Flats, label_of
 from ckptstore.plugins.adopt.adopting import DCP_SHARD, SUFFIX, group_of, state_of
 from ckptstore.plugins.adopt.directory import Folder, Identity, ListedFile, Listing
 from ckptstore.plugins.adopt.manifest import RESERVED
+from ckptstore.plugins.foreign.kinds import file_kind, is_safetensors, load_torch
+from ckptstore.plugins.foreign.loaded import (
+    DCP_METADATA,
+    SNAPSHOT_METADATA,
+    as_app_state,
+    foreign_metadata,
+    inside,
+    read_json,
+)
+from ckptstore.plugins.foreign.sources import Entry, Window, check_tiling, read_range, shape_around
 from ckptstore.plugins.parsers.indexes import ONNX_SUFFIX
 from ckptstore.plugins.parsers.onnx_files import onnx_entries
 from ckptstore.plugins.parsers.safetensors_header import Header, read_header
@@ -82,7 +80,7 @@ def import_path(
         )
     place = Path(path)
     if kind_of(place) == "dcp":
-        from ckptstore.plugin.dcp import dcp_to_store
+        from ckptstore.interop.dcp import dcp_to_store
 
         return dcp_to_store(
             place,

@@ -36,8 +36,8 @@ from ckptstore.plugin.model import CONFIG_KEY, ROOT_ENTRIES, CommitId, check_tag
 from ckptstore.plugin.pointers import DIRECTORY_POINTERS, Pointer, is_pointer, read_pointer
 from ckptstore.plugin.storage import open_storage
 from ckptstore.plugin.text import redact
-from ckptstore.plugin.torch_saves import SNAPSHOT_METADATA
 from ckptstore.plugin.work import forks
+from ckptstore.plugins.foreign.loaded import SNAPSHOT_METADATA
 
 logger = logging.getLogger("ckptstore")
 

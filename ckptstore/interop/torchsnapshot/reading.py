@@ -26,7 +26,8 @@ from ckptstore.plugin.reading import Tree
 from ckptstore.plugin.snapshots import Snapshot, assemble_nodes, contents_of
 from ckptstore.plugin.tensors import held_of, is_distributed, tensors
 from ckptstore.plugin.text import near
-from ckptstore.plugin.torch_saves import (
+from ckptstore.plugin.values import values
+from ckptstore.plugins.foreign.loaded import (
     SNAPSHOT_METADATA,
     FileBytes,
     Placeholders,
@@ -37,7 +38,6 @@ from ckptstore.plugin.torch_saves import (
     read_json,
     shape_of,
 )
-from ckptstore.plugin.values import values
 
 logger = logging.getLogger("ckptstore")
 

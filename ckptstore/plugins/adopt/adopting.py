@@ -11,15 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptstore.errors import InvalidInput
-from ckptstore.plugin.foreign import (
-    Entry,
-    Joined,
-    Strided,
-    Window,
-    check_tiling,
-    gaps,
-    shape_around,
-)
 from ckptstore.plugin.leaves import BytesSource, FlatState, Source, segment
 from ckptstore.plugin.model import LeafKind, Node, Schema, Shape, width_of
 from ckptstore.plugin.work import ThreadPool
@@ -37,6 +28,15 @@ from ckptstore.plugins.adopt.manifest import (
     Part,
     encode_manifest,
 )
+from ckptstore.plugins.foreign.sources import (
+    Entry,
+    Joined,
+    Strided,
+    Window,
+    check_tiling,
+    shape_around,
+)
+from ckptstore.plugins.foreign.strides import gaps
 from ckptstore.plugins.parsers.entries import entries_of
 from ckptstore.plugins.parsers.indexes import (
     DCP_METADATA,

@@ -4,7 +4,7 @@ A hollow directory has a random id in its pointer, and its commit the tag `held/
 rename and a move keep the id, and a copy shares it, so the hold says nothing of where a directory
 lies. Since a copy may lie anywhere, on a disk that is not mounted or in another's home, nothing
 here ever finds out that the last directory of an id is gone: only somebody who knows says so, by
-`maintenance.holds.release` (docs/decisions/052-…).
+`plugins.adopt.holds.release` (docs/decisions/052-…).
 """
 
 import logging

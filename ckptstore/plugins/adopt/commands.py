@@ -3,21 +3,12 @@
 import os
 from pathlib import Path
 
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import commit_text, find_proven, reader_of, short, size_text
+from ckptstore.cli.labels import links_of, metrics_of
+from ckptstore.cli.screen import fields_of
 from ckptstore.errors import InvalidInput
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    commit_text,
-    fields_of,
-    find_proven,
-    links_of,
-    metrics_of,
-    reader_of,
-    run_or_default,
-    short,
-    size_text,
-    threads_or_default,
-)
+from ckptstore.plugin.model import run_or_default, threads_or_default
 from ckptstore.plugin.pointers import HOLLOW_POINTER, is_pointer
 from ckptstore.plugin.text import bytes_text, count_text
 

@@ -11,9 +11,10 @@ from typing import Any, NoReturn, TypeAlias
 
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.plugin.encoding import canonical, field
-from ckptstore.plugin.foreign import can_be_strided, check_tiling
 from ckptstore.plugin.model import WIDTHS, Box, Shape
 from ckptstore.plugins.adopt.directory import Folder, Link
+from ckptstore.plugins.foreign.sources import check_tiling
+from ckptstore.plugins.foreign.strides import can_be_strided
 
 FILES = "files"
 MANIFEST = "manifest"

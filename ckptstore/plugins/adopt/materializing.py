@@ -20,7 +20,6 @@ from blake3 import blake3
 
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.plugin.files import Descriptor, check_path, scratch_for, sync_path, write_cached
-from ckptstore.plugin.foreign import scatter, span_bytes
 from ckptstore.plugin.leaves import segment
 from ckptstore.plugin.model import Box, Shape, nbytes_of
 from ckptstore.plugin.pointers import HOLLOW_POINTER, read_pointer
@@ -36,6 +35,7 @@ from ckptstore.plugins.adopt.manifest import (
     Manifest,
     decode_manifest,
 )
+from ckptstore.plugins.foreign.strides import scatter, span_bytes
 
 WINDOW_BYTES = 8 << 20
 """As much of a file, or a chunk, is read at once while the window before is hashed and written, all

@@ -23,10 +23,11 @@ from ckptstore.plugin.model import CHUNK_ID_BYTES, CommitId, Grid, check_run
 from ckptstore.plugin.reading import CommitContents, Memory, NamedChunks, Reader, ReadRequest, Tree
 from ckptstore.plugin.snapshots import Select, Snapshot, contents_of
 from ckptstore.plugin.stores import commit_leaves, reader_with
-from ckptstore.plugin.tensors import add_up, dtype_of, flat_tensor
+from ckptstore.plugin.tensors import dtype_of
 from ckptstore.plugin.text import selector
 from ckptstore.plugin.work import Scratch, ThreadPool, cached_property
 from ckptstore.plugin.writing import CommitMetadata, Flats, is_floating, label_of
+from ckptstore.plugins.analysis.sums import add_up, flat_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -8,22 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptstore.cli.call import VARIABLE, Answer, Call, UsageError
+from ckptstore.cli.commits import commit_document, commit_text, find_in_one_run, short, size_text
+from ckptstore.cli.labels import metrics_of
+from ckptstore.cli.screen import Part, columns, fields_of
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.plugin.commands import (
-    VARIABLE,
-    Answer,
-    Call,
-    Part,
-    UsageError,
-    columns,
-    commit_document,
-    commit_text,
-    fields_of,
-    find_in_one_run,
-    metrics_of,
-    short,
-    size_text,
-)
 from ckptstore.plugin.files import check_path, replace_file
 from ckptstore.plugin.model import CommitId
 from ckptstore.plugin.text import Column, Table, count_text

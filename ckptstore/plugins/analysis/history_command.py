@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ckptstore.plugin.commands import Answer, Call, Part, columns
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.screen import Part, columns
 from ckptstore.plugin.maintenance import Maintenance
 from ckptstore.plugin.text import Column, Table, count_text
 

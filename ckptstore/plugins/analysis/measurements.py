@@ -181,7 +181,7 @@ class Measurements:
         self, tensors: Iterable[Tensor], pairs: Iterable[Pair]
     ) -> tuple[list[Tensor], list[Pair]]:
         """Measure what lies in pages; returns the other tensors and pairs."""
-        from ckptstore.plugin.statistics import squared_distances, statistics_of_many
+        from ckptstore.plugins.analysis.measure import squared_distances, statistics_of_many
 
         chunks: dict[str, dict[Tensor, memoryview]] = {}
         gaps: dict[str, dict[Pair, tuple[memoryview, memoryview]]] = {}
@@ -298,7 +298,7 @@ def _nbytes(tensor: Tensor, box: Box | None) -> int:
 
 def _measure(reader: Reader, found: dict[bytes, bytes], batch: Batch) -> None:
     """Read and measure a batch; the results go to `found`."""
-    from ckptstore.plugin.statistics import squared_distances, statistics_of_many
+    from ckptstore.plugins.analysis.measure import squared_distances, statistics_of_many
 
     parts = dict.fromkeys(
         part for each, boxes in batch for part in zip(each.tensors, boxes, strict=True)

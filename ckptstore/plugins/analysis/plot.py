@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from ckptstore.cli.call import Answer, Call, UsageError
+from ckptstore.cli.screen import Part
 from ckptstore.errors import NotFound
-from ckptstore.plugin.commands import Answer, Call, Part, UsageError
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.maintenance import Maintenance
 from ckptstore.plugin.model import CommitInfo

@@ -8,15 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptstore.cli.call import VARIABLE, Answer, Call
+from ckptstore.cli.commits import commit_document, commit_text
+from ckptstore.cli.screen import to_json
 from ckptstore.errors import Corrupt, NotFound, Unavailable
-from ckptstore.plugin.commands import (
-    VARIABLE,
-    Answer,
-    Call,
-    commit_document,
-    commit_text,
-    to_json,
-)
 from ckptstore.plugin.files import check_path, scratch_for
 from ckptstore.plugin.handles import StoreHandle, find_commit
 from ckptstore.plugin.model import CommitId, CommitInfo

@@ -8,17 +8,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import commit_document, commit_text, first_line
+from ckptstore.cli.screen import Part, columns, to_json
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    Part,
-    columns,
-    commit_document,
-    commit_text,
-    first_line,
-    to_json,
-)
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import CommitInfo
 from ckptstore.plugin.text import SECOND_NS, Table, bytes_text, count_text, seconds_text

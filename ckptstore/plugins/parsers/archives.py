@@ -3,7 +3,8 @@
 import io
 import zipfile
 
-from ckptstore.plugin.foreign import ZIP_MAGIC, Window
+from ckptstore.plugins.foreign.magic import ZIP_MAGIC
+from ckptstore.plugins.foreign.sources import Window
 from ckptstore.plugins.parsers.pickle_ops import PICKLE_BYTES_MAX, TooLarge
 
 _BLOCK_BYTES = 512

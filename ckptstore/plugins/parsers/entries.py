@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from math import prod
 
-from ckptstore.plugin.foreign import (
+from ckptstore.plugin.model import WIDTHS, Shape
+from ckptstore.plugins.foreign.magic import (
     GGUF_MAGIC,
     HDF5_MAGIC,
     LEGACY_MAGIC,
@@ -20,10 +21,8 @@ from ckptstore.plugin.foreign import (
     TAR_MAGIC,
     TAR_MAGIC_AT,
     ZIP_MAGIC,
-    Entry,
-    Window,
 )
-from ckptstore.plugin.model import WIDTHS, Shape
+from ckptstore.plugins.foreign.sources import Entry, Window
 from ckptstore.plugins.parsers.archives import MEMBERS_MAX, tar_members, zip_members
 from ckptstore.plugins.parsers.gguf import gguf_entries
 from ckptstore.plugins.parsers.hdf5 import hdf5_entries

@@ -3,8 +3,9 @@
 import io
 import struct
 
-from ckptstore.plugin.foreign import SAFETENSORS_HEADER_BYTES_MAX, Entry, Window
 from ckptstore.plugin.model import nbytes_of
+from ckptstore.plugins.foreign.magic import SAFETENSORS_HEADER_BYTES_MAX
+from ckptstore.plugins.foreign.sources import Entry, Window
 
 _GGUF = {
     0: "float32",

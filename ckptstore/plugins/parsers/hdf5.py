@@ -7,8 +7,9 @@ is not asked: it runs in the trainer's process, and a damaged file may end that.
 from collections.abc import Iterator
 from math import prod
 
-from ckptstore.plugin.foreign import HDF5_MAGIC, Entry, Window
 from ckptstore.plugin.model import Shape, nbytes_of
+from ckptstore.plugins.foreign.magic import HDF5_MAGIC
+from ckptstore.plugins.foreign.sources import Entry, Window
 from ckptstore.plugins.parsers.pickle_ops import TooLarge
 from ckptstore.plugins.parsers.torch_files import NAME_MAX
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptstore.plugin.foreign import Entry, Window
 from ckptstore.plugin.pointers import DIRECTORY_POINTERS
+from ckptstore.plugins.foreign.sources import Entry, Window
 from ckptstore.plugins.parsers.entries import checked, entries_of, moved
 from ckptstore.plugins.parsers.ocdbt import ocdbt_entries
 from ckptstore.plugins.parsers.onnx_files import onnx_external

@@ -8,7 +8,7 @@ compressed, which an equal array has again, at another offset of a file of anoth
 from collections.abc import Mapping
 from posixpath import normpath
 
-from ckptstore.plugin.foreign import Entry, Window
+from ckptstore.plugins.foreign.sources import Entry, Window
 from ckptstore.plugins.parsers.pickle_ops import TooLarge
 
 _MANIFEST, _NODE = b"\x0c\xdb\x3a\x2a", b"\x0c\xdb\x20\xde"

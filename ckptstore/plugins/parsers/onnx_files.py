@@ -5,7 +5,7 @@ A model is a message of protocol buffers: of its fields only the heads are read,
 
 from collections.abc import Iterator, Mapping
 
-from ckptstore.plugin.foreign import Entry, Window
+from ckptstore.plugins.foreign.sources import Entry, Window
 from ckptstore.plugins.parsers.pickle_ops import TooLarge
 
 _FIELDS_MAX = 1 << 21

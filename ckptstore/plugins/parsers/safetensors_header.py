@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptstore.errors import InvalidInput
-from ckptstore.plugin.foreign import SAFETENSORS_HEADER_BYTES_MAX, Entry, read_range
 from ckptstore.plugin.model import Shape, nbytes_of, width_of
+from ckptstore.plugins.foreign.magic import SAFETENSORS_HEADER_BYTES_MAX
+from ckptstore.plugins.foreign.sources import Entry, read_range
 
 LENGTH_BYTES = 8
 _METADATA = "__metadata__"

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptstore.plugin.foreign import Entry, Window, can_be_strided, is_row_major
 from ckptstore.plugin.model import Shape, nbytes_of, width_of
+from ckptstore.plugins.foreign.sources import Entry, Window
+from ckptstore.plugins.foreign.strides import can_be_strided, is_row_major
 from ckptstore.plugins.parsers.pickle_ops import (
     PICKLE_BYTES_MAX,
     Call,

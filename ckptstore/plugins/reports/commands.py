@@ -1,6 +1,7 @@
 """`ckptstore doctor`: what the place of a store can do, and whether the next commit fits."""
 
-from ckptstore.plugin.commands import Answer, Call, Exit, columns
+from ckptstore.cli.call import Answer, Call, Exit
+from ckptstore.cli.screen import columns
 from ckptstore.plugin.maintenance import Maintenance
 from ckptstore.plugin.text import Table
 from ckptstore.plugins.reports.doctor import Verdict

@@ -3,17 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    Hint,
-    Part,
-    columns,
-    commit_document,
-    commit_text,
-    fields_of,
-    reader_of,
-)
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import commit_document, commit_text, reader_of
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.plugin.reading import Tree, Trees, contents_at
 from ckptstore.plugin.text import Column, Table
 from ckptstore.plugins.reports.difference import (

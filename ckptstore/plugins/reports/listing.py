@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from ckptstore.cli.call import Call
+from ckptstore.cli.commits import document_of, tell_run
 from ckptstore.errors import Corrupt, NotFound
-from ckptstore.plugin.commands import Call, document_of, tell_run
 from ckptstore.plugin.handles import StoreHandle, find_id
 from ckptstore.plugin.model import CommitId, CommitInfo, Schema, nbytes_of
 

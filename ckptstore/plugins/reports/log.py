@@ -9,19 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from graphlib import TopologicalSorter
 
+from ckptstore.cli.call import Answer, Call, UsageError
+from ckptstore.cli.commits import commit_document, first_line
+from ckptstore.cli.parser import parse_best, parse_moment
+from ckptstore.cli.screen import Hint, Part, columns
 from ckptstore.errors import NotFound
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    Hint,
-    Part,
-    UsageError,
-    columns,
-    commit_document,
-    first_line,
-    parse_best,
-    parse_moment,
-)
 from ckptstore.plugin.handles import Queries, StoreHandle
 from ckptstore.plugin.model import CommitId, CommitInfo
 from ckptstore.plugin.text import BLUE, Column, Table, count_text, exact_text, near

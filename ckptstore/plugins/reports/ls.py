@@ -4,18 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.commits import reader_of, schemas_of, short
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    Hint,
-    Part,
-    columns,
-    fields_of,
-    reader_of,
-    schemas_of,
-    short,
-)
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.leaves import pickled_paths
 from ckptstore.plugin.model import CHUNK_ID_BYTES, CommitInfo, Schema, Shape

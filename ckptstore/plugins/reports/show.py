@@ -6,22 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckptstore.errors import Corrupt, NotFound
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    Exit,
-    UsageError,
-    columns,
+from ckptstore.cli.call import Answer, Call, Exit, UsageError
+from ckptstore.cli.commits import (
     commit_document,
     config_text,
     document_of,
-    fields_of,
     schemas_of,
     short,
     step_text,
-    to_json,
 )
+from ckptstore.cli.screen import columns, fields_of, to_json
+from ckptstore.errors import Corrupt, NotFound
 from ckptstore.plugin.handles import PackInfo, Queries, StoreHandle
 from ckptstore.plugin.leaves import pickled_paths
 from ckptstore.plugin.model import SHARED, CommitDocument, CommitId, CommitInfo, Schema
@@ -232,7 +227,7 @@ def _known(queries: Queries, commit: CommitId) -> str:
 
 
 def stats(call: Call) -> Answer:
-    from ckptstore.plugin.maintenance import policies_of
+    from ckptstore.cli.policies import policies_of
     from ckptstore.plugins.reports.usage import usage
 
     policies = policies_of(call.args)

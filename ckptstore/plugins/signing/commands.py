@@ -1,13 +1,7 @@
 """`ckptstore sign` and `verify`: who stands behind a commit."""
 
-from ckptstore.plugin.commands import (
-    Answer,
-    Call,
-    UsageError,
-    commit_text,
-    document_of,
-    find_proven,
-)
+from ckptstore.cli.call import Answer, Call, UsageError
+from ckptstore.cli.commits import commit_text, document_of, find_proven
 from ckptstore.plugin.text import ID_DIGITS
 from ckptstore.plugins.signing import signatures
 

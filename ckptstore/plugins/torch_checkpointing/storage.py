@@ -26,11 +26,11 @@ from torch_checkpointing.storage.filesystem import (
 
 import ckptstore
 from ckptstore.errors import InvalidInput, NotFound
-from ckptstore.plugin.foreign import Window
 from ckptstore.plugin.snapshots import contents_of
 from ckptstore.plugin.work import forks
 from ckptstore.plugins.adopt.commit_files import CommitFiles
 from ckptstore.plugins.adopt.materializing import is_adopted
+from ckptstore.plugins.foreign.sources import Window
 from ckptstore.plugins.torch_checkpointing.names import label_of, name_of, name_of_tag, tag_of
 from ckptstore.plugins.torch_checkpointing.staging import Staging
 

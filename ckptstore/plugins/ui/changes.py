@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ckptstore.cli.call import UsageError
+from ckptstore.cli.commands import COMMANDS
+from ckptstore.cli.parser import KINDS, arguments
+from ckptstore.cli.policies import policies_of
 from ckptstore.errors import InvalidInput
-from ckptstore.plugin.commands import COMMANDS, KINDS, UsageError, arguments
-from ckptstore.plugin.maintenance import policies_of
 from ckptstore.plugin.model import CommitId, check_tag
 from ckptstore.plugin.upkeep import (
     Policy,

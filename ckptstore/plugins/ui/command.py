@@ -4,8 +4,9 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptstore.cli.call import Answer, Call
+from ckptstore.cli.screen import Hint, Part
 from ckptstore.errors import InvalidInput
-from ckptstore.plugin.commands import Answer, Call, Hint, Part
 from ckptstore.plugin.text import count_text
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import ckptstore
 from ckptstore.cli.call import Exit
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from ckptstore.interop.dcp.names import Name
-from ckptstore.maintenance import holds
 from ckptstore.objects.pointer_files import HOLLOW_POINTER, Pointer
+from ckptstore.plugins.adopt import holds
 from ckptstore.plugins.adopt import hollow as hollowing
 from ckptstore.plugins.adopt.adoption import make_hollow
 from ckptstore.store import Store, internals_of

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckptstore.errors import Corrupt, InvalidInput, Unavailable
-from ckptstore.foreign.sources import Window
 from ckptstore.plugins.adopt import adopting, hashed_files
 from ckptstore.plugins.adopt.directory import Identity
 from ckptstore.plugins.adopt.hashed_files import (
@@ -34,6 +33,7 @@ from ckptstore.plugins.adopt.hashed_files import (
     HashedFile,
     hash_file,
 )
+from ckptstore.plugins.foreign.sources import Window
 from ckptstore.plugins.parsers.entries import entries_of
 from ckptstore.plugins.parsers.pickle_ops import walk
 from ckptstore.store import Store

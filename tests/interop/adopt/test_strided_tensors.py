@@ -11,8 +11,6 @@ import torch
 
 from ckptstore.core.model import Box
 from ckptstore.errors import InvalidInput
-from ckptstore.foreign import strides
-from ckptstore.foreign.strides import can_be_strided, gaps, gather, scatter, span_bytes
 from ckptstore.interop.formats import export, import_path
 from ckptstore.plugins.adopt.commit_files import CommitFiles
 from ckptstore.plugins.adopt.directory import Folder
@@ -23,6 +21,8 @@ from ckptstore.plugins.adopt.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from ckptstore.plugins.foreign import strides
+from ckptstore.plugins.foreign.strides import can_be_strided, gaps, gather, scatter, span_bytes
 from ckptstore.snapshot import Snapshot, contents_of
 from ckptstore.store import Store
 from tests.interop.adopt.trees import tree_of

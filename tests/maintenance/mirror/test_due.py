@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore.core.ids import CommitId
 from ckptstore.errors import InvalidInput
-from ckptstore.maintenance import tiers
-from ckptstore.maintenance.tiers import due_commits, is_covered
+from ckptstore.plugins.tiers import tiers
+from ckptstore.plugins.tiers.tiers import due_commits, is_covered
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import ckptstore
 from ckptstore.maintenance import mirror as module
 from ckptstore.objects import patches
 from ckptstore.objects.pack import TENSOR
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from ckptstore.repository.footers import read_table
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage.bucket import BucketStorage
 from tests.maintenance.mirror.test_push import _fail_at, in_batches
 from tests.maintenance.stores import CHUNK_BYTES
 from tests.net.training import same

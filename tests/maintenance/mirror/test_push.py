@@ -14,9 +14,9 @@ from ckptstore.errors import Conflict, InvalidInput, NoSpace, NotFound, ReadOnly
 from ckptstore.log.entries import Register
 from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
 from ckptstore.maintenance.mirror_plan import choose
+from ckptstore.plugins.buckets.bucket import BucketStorage
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.storage.bucket import BucketStorage
 from ckptstore.storage.local import LocalStorage
 from ckptstore.store import Store
 from tests.maintenance.stores import (

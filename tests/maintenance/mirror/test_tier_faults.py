@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.maintenance import tiers
+from ckptstore.plugins.tiers import tiers
 from ckptstore.store import Store
 from tests.maintenance.collecting import state_of
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal

@@ -17,8 +17,8 @@ import torch
 import ckptstore
 from ckptstore.core import refs
 from ckptstore.errors import InvalidInput, NotFound, Unavailable
-from ckptstore.maintenance import tiers
-from ckptstore.storage.bucket import BucketStorage
+from ckptstore.plugins.buckets.bucket import BucketStorage
+from ckptstore.plugins.tiers import tiers
 from ckptstore.store import Store
 from tests.maintenance.stores import CHUNK_BYTES, assert_equal, files, flip
 from tests.support.grouped import grouped

@@ -62,16 +62,16 @@ DCP's and FSDP's collectives, the compiler (which takes hashes of them), the pee
 trainers' wheels, the S3 server of the tests; and torch's own file, behind `torch.load` and
 `torch.save`, which are guarded themselves."""
 
-OURS = ("ckptstore.state.inflate", "ckptstore.foreign.kinds")
+OURS = ("ckptstore.state.inflate", "ckptstore.plugins.foreign.kinds")
 """Where ckptstore may, if the caller asks for it."""
 
 HARMLESS = {
     (
-        "ckptstore.foreign.inert_pickles",
+        "ckptstore.plugins.foreign.inert_pickles",
         "pickle.Unpickler",
     ): "gives records that do nothing, and refuses every other name",
     (
-        "ckptstore.foreign.plain_pickles",
+        "ckptstore.plugins.foreign.plain_pickles",
         "torch.save",
     ): "writes the file that the user asked for, and objects for those who read what DCP writes",
     ("ckptstore.interop.deepspeed", "torch.save"): "writes the files that the user asked for",

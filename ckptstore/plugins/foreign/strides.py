@@ -10,8 +10,7 @@ from math import prod
 
 import numpy as np
 
-from ckptstore.core.geometry import width_of
-from ckptstore.core.model import Shape
+from ckptstore.plugin.model import Shape, width_of
 
 SPAN_BYTES_MAX = 64 << 20
 """A span is held in memory as a whole."""

@@ -11,17 +11,20 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
-from ckptstore.core.config import LOG_FILES, StoreConfig
-from ckptstore.core.ids import CONFIG_KEY
 from ckptstore.errors import Conflict, InvalidInput, NotFound
-from ckptstore.index import VARIABLE, database_log
-from ckptstore.log.entries import Moved
-from ckptstore.log.log import Log
-from ckptstore.objects.documents import encode_config
+from ckptstore.plugin.handles import (
+    VARIABLE,
+    Log,
+    Moved,
+    StoreHandle,
+    check_exclusive_create,
+    database_log,
+    encode_config,
+    read_config,
+)
+from ckptstore.plugin.model import CONFIG_KEY, LOG_FILES, StoreConfig
+from ckptstore.plugin.storage import open_storage
 from ckptstore.plugins.postgres.log import PostgresLog, token_of
-from ckptstore.repository.init_store import check_exclusive_create, read_config
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.storage import open_storage
 
 _SLICE = 500
 

@@ -28,11 +28,10 @@ import numpy as np
 import torch
 from torch import serialization
 
-from ckptstore.core import forks
-from ckptstore.core.identity import IdentityDict
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.state.composites import MARK, jagged_of, nested_of
-from ckptstore.state.stateful import class_name, items_of, registered_classes
+from ckptstore.plugin.tensors import MARK, jagged_of, nested_of
+from ckptstore.plugin.values import IdentityDict, class_name, items_of, registered_classes
+from ckptstore.plugin.work import forks
 
 
 class Record:

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckptstore.core.config import MIB
-from ckptstore.core.process import Pool
-from ckptstore.storage.contract import PART_BYTES
+from ckptstore.plugin.model import MIB
+from ckptstore.plugin.storages import PART_BYTES
+from ckptstore.plugin.work import Pool
 
 PARTS_IN_FLIGHT = 4
 """Of one object; several threads write one each."""

@@ -10,15 +10,13 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ckptstore.core.ids import CommitId, HoldId, hold_tag, is_hold, new_hold_id
-from ckptstore.core.text import near
 from ckptstore.errors import Conflict, InvalidInput, NotFound, Unavailable
-from ckptstore.log.entries import Tag
-from ckptstore.log.resolve import resolved
-from ckptstore.maintenance.forget import set_tag
-from ckptstore.objects.pointer_files import HOLLOW_POINTER, read_pointer
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.restore.reader import Reader
+from ckptstore.plugin.handles import StoreHandle, Tag, resolved
+from ckptstore.plugin.model import CommitId, HoldId, hold_tag, is_hold, new_hold_id
+from ckptstore.plugin.pointers import HOLLOW_POINTER, read_pointer
+from ckptstore.plugin.reading import Reader
+from ckptstore.plugin.text import near
+from ckptstore.plugin.upkeep import set_tag
 
 Released = dict[str, CommitId]
 """The holds that were released, and the commit that each kept."""

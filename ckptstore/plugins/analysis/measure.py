@@ -16,8 +16,8 @@ import numkong
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptstore.core.geometry import width_of
-from ckptstore.core.statistics import Moments, Statistics, added
+from ckptstore.plugin.model import width_of
+from ckptstore.plugin.statistics import Moments, Statistics, added
 
 K = TypeVar("K")
 T = TypeVar("T")

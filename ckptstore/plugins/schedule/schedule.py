@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
-from ckptstore.commit.pending import Pending
-from ckptstore.core.options import Async
-from ckptstore.core.public_calls import public_methods
 from ckptstore.errors import InvalidInput
+from ckptstore.plugin.work import public_methods
+from ckptstore.plugin.writing import Async, Pending
 
 S = TypeVar("S")
 

@@ -8,14 +8,21 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ckptstore.core.config import CHUNK_BYTES
-from ckptstore.core.geometry import byte_ranges, grid, intersect, nbytes_of, within
-from ckptstore.core.model import Box, Shape
-from ckptstore.core.tiling import misfit
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.foreign.strides import gather, span_bytes
-from ckptstore.state.leaf_sources import Source, StagedSource
-from ckptstore.storage.local_files import transfer
+from ckptstore.plugin.files import transfer
+from ckptstore.plugin.leaves import Source, StagedSource
+from ckptstore.plugin.model import (
+    CHUNK_BYTES,
+    Box,
+    Shape,
+    byte_ranges,
+    grid,
+    intersect,
+    nbytes_of,
+    within,
+)
+from ckptstore.plugin.tiling import misfit
+from ckptstore.plugins.foreign.strides import gather, span_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,21 +15,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core.geometry import WIDTHS, nbytes_of, width_of
-from ckptstore.core.identity import IdentityDict
-from ckptstore.core.model import Box, Shape
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.foreign.inert_pickles import METADATA_BYTES_MAX
-from ckptstore.foreign.kinds import load_torch
-from ckptstore.foreign.sources import (
+from ckptstore.plugin.leaves import FlatState, Source, StagedSource
+from ckptstore.plugin.model import WIDTHS, Box, Shape, nbytes_of, width_of
+from ckptstore.plugin.pointers import DIRECTORY_POINTERS
+from ckptstore.plugin.values import IdentityDict
+from ckptstore.plugins.foreign.inert_pickles import METADATA_BYTES_MAX
+from ckptstore.plugins.foreign.kinds import load_torch
+from ckptstore.plugins.foreign.sources import (
     FileRange,
     Joined,
     check_tiling,
     read_range,
     shape_around,
 )
-from ckptstore.objects.pointer_files import DIRECTORY_POINTERS
-from ckptstore.state.leaf_sources import FlatState, Source, StagedSource
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +55,7 @@ class Loaded(StagedSource):
         return self._load()
 
     def stage(self, start: int, stop: int, out: memoryview) -> None:
-        from ckptstore.state.tensors import read_range as read_tensor
+        from ckptstore.plugin.tensors import read_range as read_tensor
 
         read_tensor(self._shelf.get(self), start, stop, out)
 
@@ -142,7 +141,7 @@ def _load_pieces(
 ) -> "torch.Tensor":
     import torch
 
-    from ckptstore.state.tensors import DTYPES, empty
+    from ckptstore.plugin.tensors import DTYPES, empty
 
     whole = empty(dtype, shape) if len(pieces) != 1 else None
     for box, piece in pieces:
@@ -174,7 +173,7 @@ class Placeholders:
         self, where: str, dtype: str, shape: Shape | None, pieces: Sequence[tuple[Box, FileBytes]]
     ) -> "torch.Tensor":
         """A placeholder for a tensor (`stored_tensor`)."""
-        from ckptstore.state.tensors import empty
+        from ckptstore.plugin.tensors import empty
 
         source, shape = stored_tensor(where, dtype, shape, pieces, self._shelf)
         tensor = empty(dtype, ()).expand(shape)
@@ -185,8 +184,8 @@ class Placeholders:
         self, app_state: Mapping[str, Any], *, allow_pickle: bool = False
     ) -> dict[str, FlatState]:
         """The flattened state, with sources instead of placeholders."""
-        from ckptstore.state.flatten import flatten
-        from ckptstore.state.tensors import TensorSource
+        from ckptstore.plugin.tensors import TensorSource
+        from ckptstore.plugin.values import flatten
 
         flats = flatten(app_state, allow_pickle=allow_pickle, shared=True)
         for flat in flats.values():

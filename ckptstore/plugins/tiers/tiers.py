@@ -15,26 +15,40 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias, TypeVar
 
-from ckptstore.core.forks import Condition, survives_forks
-from ckptstore.core.ids import CHUNK_ID_BYTES, ChunkId, CommitId, digest
-from ckptstore.core.process import start
 from ckptstore.errors import CkptStoreError, NotFound, Unavailable
-from ckptstore.log.resolve import Resolved, newest_first, resolved
-from ckptstore.log.state import CommitRow, State, by_age
-from ckptstore.maintenance.check import Share
-from ckptstore.maintenance.check.offline_store import offline_store_of
-from ckptstore.maintenance.forget import forget_commits, plan_retention
-from ckptstore.maintenance.gc import GcOptions, collect
-from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror_match import Leaves, compare_leaves
-from ckptstore.maintenance.mirror_plan import all_commits, counterparts, find_akin, other_end
-from ckptstore.maintenance.repair import repair
-from ckptstore.maintenance.retention import Policy
-from ckptstore.maintenance.thin import thin_commit
-from ckptstore.repository.resolve_ref import find_commit
-from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool
-from ckptstore.restore.reader import Reader
+from ckptstore.plugin.handles import (
+    CommitRow,
+    Resolved,
+    State,
+    StoreHandle,
+    by_age,
+    find_commit,
+    newest_first,
+    resolved,
+)
+from ckptstore.plugin.model import CHUNK_ID_BYTES, ChunkId, CommitId, digest
+from ckptstore.plugin.reading import Reader
+from ckptstore.plugin.upkeep import (
+    GcOptions,
+    Leaves,
+    Mirrored,
+    MirrorOptions,
+    Policy,
+    Share,
+    all_commits,
+    collect,
+    compare_leaves,
+    counterparts,
+    find_akin,
+    forget_commits,
+    mirror,
+    offline_store_of,
+    other_end,
+    plan_retention,
+    repair,
+    thin_commit,
+)
+from ckptstore.plugin.work import Condition, ThreadPool, start, survives_forks
 
 logger = logging.getLogger("ckptstore")
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckptstore.errors import InvalidInput, Unavailable
-from ckptstore.foreign.magic import (
+from ckptstore.plugin.values import class_name, found_in, is_stateful
+from ckptstore.plugins.foreign.magic import (
     GGUF_MAGIC,
     HDF5_MAGIC,
     LEGACY_MAGIC,
@@ -26,8 +27,7 @@ from ckptstore.foreign.magic import (
     TAR_MAGIC_AT,
     ZIP_MAGIC,
 )
-from ckptstore.foreign.plain_pickles import known_names, outermost, save, settled
-from ckptstore.state.stateful import class_name, found_in, is_stateful
+from ckptstore.plugins.foreign.plain_pickles import known_names, outermost, save, settled
 
 _logger = logging.getLogger("ckptstore")
 

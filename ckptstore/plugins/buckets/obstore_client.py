@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ckptstore.errors import InvalidInput
-from ckptstore.storage.contract import PART_BYTES, check_size
-from ckptstore.storage.fsspec_client import CONNECT_TIMEOUT_S, FsspecClient, signer
-from ckptstore.storage.s3_upload import MARK, PARTS_IN_FLIGHT, Repeat, S3Upload
+from ckptstore.plugin.storages import PART_BYTES, check_size
+from ckptstore.plugins.buckets.fsspec_client import CONNECT_TIMEOUT_S, FsspecClient, signer
+from ckptstore.plugins.buckets.s3_upload import MARK, PARTS_IN_FLIGHT, Repeat, S3Upload
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, WritableFile

@@ -6,7 +6,7 @@ import numkong
 import torch
 
 PIECE = 1 << 15
-"""Torch starts no threads for so few numbers: a commit has its own, and a trainer needs torch's."""
+"""Torch starts no threads for so few numbers, as a trainer needs them."""
 
 
 def flat_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.core import forks
-from ckptstore.storage import s3_upload
-from ckptstore.storage.contract import largest
-from ckptstore.storage.s3_upload import Repeat, S3Upload
+from ckptstore.plugin.storages import largest
+from ckptstore.plugin.work import forks
+from ckptstore.plugins.buckets import s3_upload
+from ckptstore.plugins.buckets.s3_upload import Repeat, S3Upload
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential

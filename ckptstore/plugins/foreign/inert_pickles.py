@@ -4,8 +4,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from ckptstore.core.geometry import WIDTHS
 from ckptstore.errors import InvalidInput
+from ckptstore.plugin.model import WIDTHS
 
 METADATA_BYTES_MAX = 1 << 30
 

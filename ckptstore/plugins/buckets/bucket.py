@@ -18,10 +18,6 @@ from importlib.util import find_spec
 from os import getpid
 from typing import Any, TypeAlias, TypeVar
 
-from ckptstore.core import forks
-from ckptstore.core.ids import SessionId, new_session_id
-from ckptstore.core.process import Pool, pauses
-from ckptstore.core.text import redact, secrets_of, without
 from ckptstore.errors import (
     CkptStoreError,
     Corrupt,
@@ -30,7 +26,8 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.storage.contract import (
+from ckptstore.plugin.model import SessionId, new_session_id
+from ckptstore.plugin.storages import (
     PART_BYTES,
     Capabilities,
     OpenFile,
@@ -41,15 +38,17 @@ from ckptstore.storage.contract import (
     name_taken,
     put_finished,
 )
-from ckptstore.storage.fsspec_client import FsspecClient
-from ckptstore.storage.obstore_client import (
+from ckptstore.plugin.text import redact, secrets_of, without
+from ckptstore.plugin.work import Pool, forks, pauses
+from ckptstore.plugins.buckets.fsspec_client import FsspecClient
+from ckptstore.plugins.buckets.obstore_client import (
     S3_OPTIONS,
     STORES,
     ObstoreClient,
     ObstoreUpload,
     usable,
 )
-from ckptstore.storage.s3_upload import S3Upload
+from ckptstore.plugins.buckets.s3_upload import S3Upload
 
 DEADLINE_S = 60.0
 SHORT_DEADLINE_S = 5.0
