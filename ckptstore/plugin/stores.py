@@ -79,6 +79,12 @@ def follow(store: Store, snapshot: Snapshot) -> None:
     internals_of(store).parent_tracker.now(snapshot.id)
 
 
+def joined(store: Store, session: SessionId) -> None:
+    """Make the commit of `session`, which another rank makes of parts written here, the parent of
+    the next commit of `store`."""
+    internals_of(store).parent_tracker.joined(session)
+
+
 def commit_in_any_run(store: Store, ref: str) -> Resolved:
     """The commit that `ref` names by the log, in whichever run. Raises `NotFound`."""
     return find_commit(internals_of(store).handle, ref, None)

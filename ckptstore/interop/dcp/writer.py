@@ -54,7 +54,7 @@ from ckptstore.interop.dcp.names import (
 from ckptstore.plugin.leaves import Source
 from ckptstore.plugin.model import Box, CommitId, SessionId, parse_session_id
 from ckptstore.plugin.pointers import Pointer, write_pointer
-from ckptstore.plugin.stores import check_writable, open_parts
+from ckptstore.plugin.stores import check_writable, joined, open_parts
 from ckptstore.plugin.tensors import TensorSource, is_checkpointable, is_whole, shape_of, tensors
 from ckptstore.plugin.writing import Session, label_of
 from ckptstore.plugins.foreign.kinds import load_torch
@@ -232,7 +232,7 @@ class StoreWriter(AtPlace[_Save], StorageWriter):
         )
         if save.session is None:
             # The coordinator makes the commit, and DCP does not call this rank's writer again.
-            internals_of(save.store).parent_tracker.joined(session)
+            joined(save.store, session)
             save.release()
         return done
 

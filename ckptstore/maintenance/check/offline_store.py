@@ -170,7 +170,9 @@ def recover_config(storage: Storage, damaged: bytes) -> StoreConfig | None:
     chain = read_chain(storage, store, generation)
     state = chain.state
     since, place = state.moved or (0, "")
-    if generation > max(since, 1) or any(b'"kind":"moved"' in (bad.data or b"") for bad in chain.bad):
+    if generation > max(since, 1) or any(
+        b'"kind":"moved"' in (bad.data or b"") for bad in chain.bad
+    ):
         raise Corrupt(
             f"{storage.url}: {CONFIG_KEY} is lost, and so is the entry that says where the log "
             "went; restore one of the two from a copy of the store"
