@@ -194,9 +194,7 @@ def wholly(act: Callable[[], T], stop: Callable[[], object] = lambda: None) -> T
         try:
             _wholly.together([run, lambda: None], stop)
         except BaseException as error:
-            if begun:
-                raise
-            stopped = error
+            stopped = stopped or error  # an interrupt counts, and not how `act` took the `stop`
     if stopped:
         try:
             raise stopped

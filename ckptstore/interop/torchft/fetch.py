@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckptstore.errors import CkptStoreError, Corrupt, Unavailable
 from ckptstore.interop.torchft.connection import Connection, Deadline, PeerFailed, Route
@@ -23,7 +24,7 @@ from ckptstore.interop.torchft.wire import (
 )
 from ckptstore.plugin.model import MIB, RUN_BYTES
 from ckptstore.plugin.reading import ChunkRead
-from ckptstore.plugin.work import Condition, Pool
+from ckptstore.plugin.work import Condition, Pool, wholly
 
 FAILURES_MAX = 4
 """A peer is dropped after this many consecutive failures."""
@@ -108,12 +109,22 @@ class Peers:
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Bring every chunk to its destination. Raises the error that prevented it; after that
-        nothing is written.
+        nothing is written, however often this call was interrupted.
         """
         if not wanted:
             return
         max_workers, peers = min(self._max_workers, len(wanted)), range(len(self._routes))
         work = _Work(wanted, len(peers), max_workers * len(peers), self._deadline)
+
+        def stop() -> None:
+            work.fail(Unavailable("the transfer was interrupted"))
+            self.close()
+
+        wholly(partial(self._fetch, work, max_workers, peers), stop)
+        # A peer that failed for good is not waited for again.
+        self._routes = [self._routes[peer] for peer in peers if peer not in work.lost]
+
+    def _fetch(self, work: "_Work", max_workers: int, peers: Sequence[int]) -> None:
         with _daemons(max_workers * len(peers)) as pool:
             working = [
                 pool.submit(self._work, work, peer) for _ in range(max_workers) for peer in peers
@@ -125,8 +136,6 @@ class Peers:
                 self.close()
                 wait(working)
                 raise
-        # A peer that failed for good is not waited for again.
-        self._routes = [self._routes[peer] for peer in peers if peer not in work.lost]
 
     def count(self, **numbers: int) -> None:
         """Add to `traffic`."""
