@@ -15,7 +15,6 @@ from ckptstore.interop.torchft import fetch
 from ckptstore.repository import thread_pool
 from tests.interop.torchft.conftest import SOON, Start, assert_same, copy_of, state_of, weights_of
 
-
 PLACES = frozenset({fetch.__file__, thread_pool.__file__, forks.__file__, threading.__file__})
 
 
