@@ -22,8 +22,8 @@ from ckptstore.repository.pack_writer import NewPatch
 from ckptstore.repository.thread_pool import NO_MEMORY, Scratch
 from ckptstore.state.leaf_sources import Source
 
-LEAF_BYTES_MIN = 512 << 10
-"""Smaller weights are stored whole: to compare them costs a commit more than a twentieth."""
+LEAF_BYTES_MIN = 96 << 10
+"""Smaller weights are stored whole: to compare them costs a commit more than it saves."""
 
 _SAMPLE_WORDS = 16
 """So many alike are no coincidence, and hardly ever is there an exception among them."""

@@ -278,8 +278,9 @@ def _planes(words: Words, bases: Words | None, shift: int) -> Plane:
     step = _BLOCK_BYTES // words.itemsize
     for start in range(0, len(words), step):
         block = slice(start, start + step)
-        some = words[block] - (words.dtype.type(0) if bases is None else bases[block])
-        some -= words.dtype.type(shift)
+        some = words[block].copy() if bases is None else words[block] - bases[block]
+        if shift:
+            some -= words.dtype.type(shift)
         _halve(some, planes[:, block])
     return planes
 

@@ -96,6 +96,16 @@ class PatchChain:
     patches: list[StoredPatch] = field(default_factory=list)
     end: Whole | Rounded | Problem | None = None
 
+    @property
+    def bases(self) -> frozenset[ChunkId]:
+        """The chunks at the end of the chain."""
+        match self.end:
+            case Whole(chunk=chunk):
+                return frozenset([chunk])
+            case Rounded(bases=bases):
+                return frozenset(bases)
+        return frozenset()
+
     def make(self, out: memoryview) -> None:
         """Make the chunk's raw bytes in `out`, which holds those of the whole chunk, or what
         rounding made; raises `Corrupt`."""

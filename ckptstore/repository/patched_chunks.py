@@ -231,7 +231,8 @@ class PatchedReads:
             )
         if self.aside:
             self.request.out[number][:] = made
-        if self.cache is not None and not self.request.bases:
+        # What is made of the caller's memory is made of it again as cheaply.
+        if self.cache is not None and not chain.bases & self.request.bases.keys():
             self.cache.put(chunk, made)
 
 

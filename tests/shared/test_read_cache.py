@@ -21,6 +21,7 @@ from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.storage.read_cache import END_BYTES, LOOK_EVERY, UNFINISHED_S, ReadCache, _File
 from tests.maintenance.stores import assert_equal
 from tests.shared.sites import CHUNK_BYTES, Site, on
+from tests.support.patching import nudged
 
 CHUNKS = 40
 LIMIT_BYTES = 64 << 20
@@ -106,6 +107,28 @@ def test_a_chunk_is_kept_once_whatever_pack_and_commit_it_is_read_from(
             store.checkout(step).state_dict()
         kept = files(here / store.id / "read")
     assert len([path for path in kept if path.stat().st_size == CHUNK_BYTES + END_BYTES]) == CHUNKS
+
+
+def test_patches_that_go_through_scratch_memory_are_kept(
+    site: Site, here: Path, reads: list[str]
+) -> None:
+    """Although other tensors of the restore lie in the target, where bases of patches may be."""
+
+    def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
+        half = nudged((CHUNKS, CHUNK_BYTES // 2), step, torch.bfloat16)
+        return {"model": {"half": half, "single": torch.full((CHUNK_BYTES,), float(step))}}
+
+    with site.open() as store:
+        for step in (1, 2):
+            new_bytes = store.commit(state(step), step=step).new_bytes
+        assert new_bytes < CHUNK_BYTES * CHUNKS // 2, "no patches"
+    with site.open(here, read_cache_bytes=LIMIT_BYTES) as store:
+        for _ in range(2):
+            reads.clear()
+            target = {name: torch.zeros(t.shape) for name, t in state(2)["model"].items()}
+            store.checkout(2).restore({"model": target}, dtype=torch.float32)
+            assert torch.equal(target["half"], state(2)["model"]["half"].float())
+        assert not reads
 
 
 def test_the_limit_is_kept_and_every_read_is_right(site: Site, here: Path) -> None:
