@@ -110,15 +110,18 @@ def commands(folder: Path) -> dict[str, Row]:
     return found
 
 
-def measure(folder: Path, count: int, rounds: int) -> dict[str, dict[str, Row]]:
-    """All rows, by the shape of the state; under `peer` what they are compared with."""
+def measure(
+    folder: Path, count: int, rounds: int, *, only_calls: bool = False
+) -> dict[str, dict[str, Row]]:
+    """All rows, or those of calls, by the shape of the state; under `peer` what they are compared
+    with."""
     found: dict[str, dict[str, Row]] = {}
     for number in range(rounds):
         for name, wrap in SHAPES.items():
             note(f"round {number + 1}: {name}")
             folder.mkdir()
             rows = calls(folder, [wrap(tensors(count, step)) for step in range(3)])
-            rows |= commands(folder)
+            rows |= {} if only_calls else commands(folder)
             found[name] = _best(rows, found.get(name, rows))
             shutil.rmtree(folder)
         folder.mkdir()
@@ -144,9 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", action="store_true", help="leave out commands")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        found = measure(Path(name, "place"), args.tensors, args.rounds)
+        found = measure(Path(name, "place"), args.tensors, args.rounds, only_calls=args.calls)
     head = "  ".join(f"{each + ', s, cpu s, MiB':>21}" for each in found)
     print(f"{args.tensors:<20,} {head}  flat / nested, of the processor")
     for row in found["nested"]:

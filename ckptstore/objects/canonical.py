@@ -72,12 +72,7 @@ def decode(data: bytes | memoryview) -> Any:
     duplicate keys."""
     try:
         text = str(data, "utf-8")
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_float=_refuse_number,
-            parse_constant=_refuse_number,
-        )
+        value = _decoder.decode(text)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"not canonical JSON: {error}; run `ckptstore fsck`") from error
     if "\\u" in text and _SURROGATE.search(text):
@@ -146,3 +141,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"{text[:40]} is no integer")
+
+
+_decoder = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_refuse_number, parse_constant=_refuse_number
+)

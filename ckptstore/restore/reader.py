@@ -331,11 +331,12 @@ class Reader:
         chunks = [chunk for _, ref in refs for chunk in (ref.schema, *ref.pages)]
         data = self._objects.read_metadata_many([chunk for chunk in chunks if chunk not in known])
         found: dict[str, Tree] = {}
-        for key, ref in refs:
-            if (schema := known.get(ref.schema)) is None:
-                schema = known[ref.schema] = decode_schema(data[ref.schema])
-            contents = join_pages([data[page] for page in ref.pages], len(schema))
-            found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
+        with uncollected():
+            for key, ref in refs:
+                if (schema := known.get(ref.schema)) is None:
+                    schema = known[ref.schema] = decode_schema(data[ref.schema])
+                contents = join_pages([data[page] for page in ref.pages], len(schema))
+                found[key] = Tree(key, ref, schema, contents, self.chunk_bytes)
         self._schemas = known if len(known) <= RECENT else {}
         return found
 
@@ -411,7 +412,8 @@ class Reader:
             _land_inline(want, memoryview(inline))
         if not jobs:
             return 0
-        direct = [(job, place) for job in jobs if (place := job.place) is not None]
+        with uncollected():
+            direct = [(job, place) for job in jobs if (place := job.place) is not None]
         if direct:
             self.fetch(direct, reading)
         # The others share scratch memory, or have one chunk's alone. It is used again for each

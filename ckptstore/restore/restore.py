@@ -590,25 +590,36 @@ def assemble(
     asked, unchecked = wanted_dtype(dtype)
     for key, view in views.items():
         schema, tree = view.schema, view.tree
-        values: list[Any] = [None] * len(schema)
-        found[key] = values
-        converted = frozenset() if asked is None else convertible(schema, asked)
+        values = found[key] = [None] * len(schema)
         for i in leaves_of(schema.skeleton):
             if schema.kinds[i] != "tensor":
                 values[i] = reader.leaf_bytes(
                     tree, i, commit, memory_budget_bytes=memory_budget_bytes
                 )
-            elif schema.aliases[i] < 0:
-                values[i] = _mapped(reader, commit, view, i) if mmap else None
-                if values[i] is None:
-                    tree.check(i)
-                    values[i] = new_tensor(schema, i, asked if i in converted else None)
-                    to = destination(values[i], schema.dtypes[i], unchecked=unchecked)
-                    wanted.append(ReadRequest(tree, i, to))
+            elif mmap and schema.aliases[i] < 0:
+                values[i] = _mapped(reader, commit, view, i)
+        wanted += _in_new_memory(view, values, asked, unchecked=unchecked)
     reader.read(wanted, commit, memory_budget_bytes=memory_budget_bytes)
     return {
         key: _inflated(views[key].schema, values, allow_pickle) for key, values in found.items()
     }
+
+
+@uncollected()
+def _in_new_memory(
+    view: View, values: list[Any], asked: "torch.dtype | None", *, unchecked: bool
+) -> list[ReadRequest]:
+    """Give each leaf that has no tensor yet a new one in `values`; returns what fills them."""
+    schema, tree = view.schema, view.tree
+    converted = frozenset() if asked is None else convertible(schema, asked)
+    wanted = []
+    for i in leaves_of(schema.skeleton):
+        if schema.kinds[i] == "tensor" and schema.aliases[i] < 0 and values[i] is None:
+            tree.check(i)
+            values[i] = new_tensor(schema, i, asked if i in converted else None)
+            to = destination(values[i], schema.dtypes[i], unchecked=unchecked)
+            wanted.append(ReadRequest(tree, i, to))
+    return wanted
 
 
 def _inflated(schema: Schema, values: list[Any], allow_pickle: bool) -> Any:

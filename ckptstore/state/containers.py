@@ -75,8 +75,8 @@ class Joint(NamedTuple):
     classes: Classes
     clears: bool
 
-    def items(self) -> list[tuple[Any, Any]]:
-        return list(zip(self.keys, self.children, strict=True))
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return zip(self.keys, self.children, strict=True)
 
 
 Form: TypeAlias = Literal["wrapper", "sequence", "mapping", "record"]

@@ -166,7 +166,7 @@ class Inflater:
 
     def _join(self, node: Node, target: Any = None) -> Any:
         there = counterparts(node, target, self._classes)
-        made, pairs = self._leaves, [(child, there(key)) for key, child in node.items()]
+        made, pairs = self._leaves, ((child, there(key)) for key, child in node.items())
         children = [
             made[each] if below is None and isinstance(each, int) else self.inflate(each, below)
             for each, below in pairs

@@ -100,6 +100,7 @@ def with_leaves(flats: Mapping[str, FlatState], sources: Sequence[Source]) -> di
     return made
 
 
+@uncollected()
 def plan_staging(
     sources: Sequence[Source], room_bytes: int, lazy: frozenset[int] = frozenset()
 ) -> StagingPlan:
@@ -164,10 +165,11 @@ def stage(
         prepare(sources, arena)
         hashed = arena.refill(plan.offsets)
         spread(lambda task: copy_task(task, arena, hashed), plan.tasks)
-        for n, offset in plan.offsets.items():
-            sources[n] = BufferSource(
-                arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals, hashed
-            )
+        with uncollected():
+            for n, offset in plan.offsets.items():
+                sources[n] = BufferSource(
+                    arena.memory, offset, sources[n].nbytes, sources[n].width, arrivals, hashed
+                )
     return with_leaves(flats, sources)
 
 
