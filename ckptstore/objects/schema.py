@@ -78,6 +78,50 @@ def decode_schema(data: bytes | memoryview) -> Schema:
     )
 
 
+class Columns:
+    """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector
+    looks through all of it afterwards."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] = []
+        self._kinds: list[LeafKind] = []
+        self._dtypes: list[str] = []
+        self._shapes: list[Shape] = []
+        self._aliases: list[int] = []
+
+    def add(
+        self, path: str, kind: LeafKind, dtype: str = "", shape: Shape = (), alias: int = -1
+    ) -> int:
+        """Add a leaf; its number."""
+        self._paths.append(path)
+        self._kinds.append(kind)
+        self._dtypes.append(dtype)
+        self._shapes.append(shape)
+        self._aliases.append(alias)
+        return len(self._paths) - 1
+
+    def take(self, schema: Schema) -> Node | int:
+        """Add the leaves of `schema`; its skeleton, which names them by their numbers here."""
+        first = len(self._paths)
+        self._paths += schema.paths
+        self._kinds += schema.kinds
+        self._dtypes += schema.dtypes
+        self._shapes += schema.shapes
+        self._aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
+        return moved(schema.skeleton, first)
+
+    def schema(self, skeleton: Node | int) -> Schema:
+        """The schema of all leaves that were added."""
+        return Schema(
+            skeleton,
+            tuple(self._paths),
+            tuple(self._kinds),
+            tuple(self._dtypes),
+            tuple(self._shapes),
+            tuple(self._aliases),
+        )
+
+
 class SharedKey(NamedTuple):
     """One key of a shared tree: the key's own schema, and its leaves in the tree."""
 
@@ -88,21 +132,9 @@ class SharedKey(NamedTuple):
 
 def join_schemas(parts: Sequence[tuple[str, Schema]]) -> Schema:
     """The schema of the tree that keys share, of each key and its own schema."""
-    children: list[Node | int] = []
-    aliases: list[int] = []
-    for _, schema in parts:
-        first = len(aliases)
-        children.append(moved(schema.skeleton, first))
-        aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
-    schemas = [schema for _, schema in parts]
-    return Schema(
-        Node("dict", tuple(children), tuple([key for key, _ in parts])),
-        tuple(chain.from_iterable([schema.paths for schema in schemas])),
-        tuple(chain.from_iterable([schema.kinds for schema in schemas])),
-        tuple(chain.from_iterable([schema.dtypes for schema in schemas])),
-        tuple(chain.from_iterable([schema.shapes for schema in schemas])),
-        tuple(aliases),
-    )
+    columns = Columns()
+    children = tuple([columns.take(schema) for _, schema in parts])
+    return columns.schema(Node("dict", children, tuple([key for key, _ in parts])))
 
 
 def parts_of(schema: Schema) -> Iterator[SharedKey]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ckptstore.core.model import SHARED, LeafKind, Node, Schema, Shape
+from ckptstore.core.model import SHARED, LeafKind, Node, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.errors import CkptStoreError, InvalidInput
-from ckptstore.objects.schema import moved, parts_of
+from ckptstore.objects.schema import Columns, parts_of
 from ckptstore.state import tensors
 from ckptstore.state.codecs import containers, values
 from ckptstore.state.composites import split_distributed, split_tensor
@@ -121,8 +121,7 @@ def check_app_state(app_state: object) -> None:
 
 
 class _Walk:
-    """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector
-    looks through all of it afterwards."""
+    """A flat state on its way."""
 
     def __init__(
         self,
@@ -134,11 +133,7 @@ class _Walk:
     ) -> None:
         self._app_state, self._plain = app_state, plain
         self._names, self._allow_pickle, self._ranks = names, allow_pickle, ranks
-        self._paths: list[str] = []
-        self._kinds: list[LeafKind] = []
-        self._dtypes: list[str] = []
-        self._shapes: list[Shape] = []
-        self._aliases: list[int] = []
+        self._columns = Columns()
         self._leaves: list[Source] = []
         self._held: dict[int, HeldLeaf] = {}
         self._by_memory: dict[tuple[Any, ...], int] = {}
@@ -153,7 +148,8 @@ class _Walk:
 
     @uncollected()
     def flatten_at(self, path: str, value: Any) -> FlatState:
-        return FlatState(self._schema(self._visit(value, path)), self._leaves, self._held)
+        skeleton = self._visit(value, path)
+        return FlatState(self._columns.schema(skeleton), self._leaves, self._held)
 
     @uncollected()
     def flatten_plain(
@@ -166,30 +162,10 @@ class _Walk:
             if key in alone:
                 children.append(self._visit(alone[key], segment(values.encode_key(key))))
             else:
-                children.append(self._take(flattened[key]))
-        schema = self._schema(Node("dict", tuple(children), tuple(keys)))
+                children.append(self._columns.take(flattened[key].schema))
+                self._leaves += flattened[key].leaves
+        schema = self._columns.schema(Node("dict", tuple(children), tuple(keys)))
         return FlatState(schema, self._leaves, keys=tuple(self._app_state))
-
-    def _take(self, flat: FlatState) -> Node | int:
-        """Add what was flattened by another walk."""
-        first, schema = len(self._leaves), flat.schema
-        self._paths += schema.paths
-        self._kinds += schema.kinds
-        self._dtypes += schema.dtypes
-        self._shapes += schema.shapes
-        self._aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
-        self._leaves += flat.leaves
-        return moved(schema.skeleton, first)
-
-    def _schema(self, skeleton: Node | int) -> Schema:
-        return Schema(
-            skeleton,
-            tuple(self._paths),
-            tuple(self._kinds),
-            tuple(self._dtypes),
-            tuple(self._shapes),
-            tuple(self._aliases),
-        )
 
     def _visit(self, value: Any, path: str) -> Node | int:
         try:
@@ -345,13 +321,8 @@ class _Walk:
         shape: Shape = (),
         alias: int = -1,
     ) -> int:
-        self._paths.append(path)
-        self._kinds.append(kind)
-        self._dtypes.append(dtype)
-        self._shapes.append(shape)
-        self._aliases.append(alias)
         self._leaves.append(source)
-        return len(self._leaves) - 1
+        return self._columns.add(path, kind, dtype, shape, alias)
 
 
 @contextmanager
