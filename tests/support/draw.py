@@ -1,0 +1,88 @@
+"""Which cases of dear tests does `make test` run?
+
+A test whose cases cost more than `MOST_S` together runs with some of them, or now and then, so
+that it costs about `MOST_S` a run. The seed draws: other cases with each seed, all of them over
+some runs. `costs.txt` says what tests cost. `python -m tests.support.draw REPORT.xml CPU_S` writes
+it, where `make test DRAW= REPORT=REPORT.xml` took so many seconds of CPU (user and system).
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from random import Random
+from xml.etree import ElementTree
+
+COSTS = Path(__file__).with_name("costs.txt")
+MOST_S = 0.5
+RAREST = 0.2
+"""A case runs in one of five runs at least, however dear its test is."""
+
+LISTED_S = 0.3
+WHOLE = (
+    "tests/golden/",
+    "tests/net/",
+    "tests/stateful/",
+    "tests/support/",
+    "tests/test_docs.py",
+    "tests/test_entered.py",
+    "tests/test_layers.py",
+    "tests/test_public_names.py",
+)
+"""These draw by themselves, or hold a ceiling that each change must keep."""
+
+
+def costs() -> dict[str, float]:
+    """The seconds of CPU that all cases of a test take, by the test's id."""
+    lines = (line.split(" ", 1) for line in COSTS.read_text(encoding="utf-8").splitlines())
+    return {test: float(seconds) for seconds, test in lines}
+
+
+def left_out(cases: Iterable[str], seed: int) -> set[str]:
+    """The ids of the cases that a run with this seed does without."""
+    left = set()
+    dear, by_test = costs(), defaultdict[str, list[str]](list)
+    for case in cases:
+        by_test[test_of(case)].append(case)
+    for test in by_test.keys() & dear.keys():
+        random, of_it = Random(f"{seed} {test}"), by_test[test]
+        share = min(1.0, max(MOST_S / dear[test], RAREST))
+        taken = random.sample(of_it, int(len(of_it) * share + random.random()))
+        left |= set(of_it).difference(taken)
+    return left
+
+
+def test_of(case: str) -> str:
+    """The id of the test that a case belongs to."""
+    return case.partition("[")[0]
+
+
+test_of.__test__ = False  # type: ignore[attr-defined]  # its name is no test's
+
+
+def _measured(report: Path) -> Iterator[tuple[str, float]]:
+    """The cases of a JUnit report, with their seconds."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        folders, module, inside = case.attrib["classname"].partition("test_")
+        if not module:
+            continue  # a file that was skipped
+        name, *classes = (module + inside).split(".")
+        path = f"{folders.replace('.', '/')}{name}.py"
+        yield "::".join([path, *classes, case.attrib["name"]]), float(case.attrib["time"])
+
+
+def main(report: str, cpu_s: str) -> None:
+    total = defaultdict[str, float](float)
+    for case, seconds in _measured(Path(report)):
+        total[test_of(case)] += seconds
+    of_cpu = float(cpu_s) / sum(total.values())  # the report has time by the clock
+    lines = [
+        f"{seconds * of_cpu:.1f} {test}\n"
+        for test, seconds in sorted(total.items())
+        if seconds * of_cpu >= LISTED_S and not test.startswith(WHOLE)
+    ]
+    COSTS.write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,39 @@
+"""What `make test` leaves out comes in other runs."""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from tests.support.draw import MOST_S, RAREST, costs, left_out
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_each_test_with_a_cost_is_there() -> None:
+    for test in costs():
+        file, *inside, name = test.split("::")
+        text = source(file)
+        assert f"def {name}(" in text or (inside and f"class {inside[0]}(" in text), test
+
+
+@cache
+def source(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_every_case_of_a_dear_test_comes_and_what_is_cheap_always_does() -> None:
+    dear = costs()
+    dearest = max(dear, key=dear.__getitem__)
+    alone = min(dear, key=lambda test: abs(dear[test] - 2 * MOST_S))
+    cases = {alone, "tests/a.py::test_cheap[1]", *(f"{dearest}[{i}]" for i in range(20))}
+    runs = 300
+    taken = Counter(case for seed in range(runs) for case in cases - left_out(cases, seed))
+    assert taken.keys() == cases
+    assert taken["tests/a.py::test_cheap[1]"] == runs
+    assert runs * 0.3 < taken[alone] < runs * 0.7
+    assert all(taken[case] > runs * RAREST / 2 for case in cases if case.startswith(dearest))
+
+
+def test_one_seed_draws_the_same_whatever_the_order() -> None:
+    cases = [f"{test}[{i}]" for test in costs() for i in range(3)]
+    assert left_out(cases, 7) == left_out(cases, 7) != left_out(cases, 8)
