@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # One more than the two cores it is meant for: tests wait for deadlines and disks for a third of their time.
 WORKERS ?= 3
 ON_WORKERS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Dear tests run with some of their cases, drawn by the seed (tests/support/draw.py); with DRAW= with all.
+# Tests that take long run with some of their cases, drawn by the seed (tests/support/draw.py); with all if DRAW=.
 DRAW ?= 1
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
@@ -72,7 +72,7 @@ test: style
 		wait $$types || failed=$$?; cat $(VENV)/mypy.txt; exit $$failed
 
 test-real: $(READY)
-	@$(BIN)/python -m tests.real $(ON_WORKERS)
+	@CKPTSTORE_TEST_DRAW=$(DRAW) $(BIN)/python -m tests.real $(ON_WORKERS)
 
 # The trainers' libraries are in an environment of their own. DeepSpeed is built without its operators, which it
 # compiles when they are used. torchtitan wants a version of datasets that refuses the newest fsspec, and needs none.

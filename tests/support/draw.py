@@ -52,6 +52,21 @@ def left_out(cases: Iterable[str], seed: int) -> set[str]:
     return left
 
 
+def other_places(cases: Iterable[str], seed: int, kinds: Iterable[str]) -> set[str]:
+    """The ids of the cases at other places than the one that the seed draws for each test: of those
+    that differ in the kind of place alone, one is not among them."""
+    left, alike = set(), defaultdict[tuple[str, ...], list[str]](list)
+    known = set(kinds)
+    for case in cases:
+        parameters = case[len(test_of(case)) + 1 : -1].split("-")
+        if known.intersection(parameters):
+            others = [each for each in parameters if each not in known]
+            alike[(test_of(case), *others)].append(case)
+    for key, at_places in alike.items():
+        left |= {*at_places} - {Random(f"{seed} {key}").choice(at_places)}
+    return left
+
+
 def test_of(case: str) -> str:
     """The id of the test that a case belongs to."""
     return case.partition("[")[0]
