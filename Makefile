@@ -89,7 +89,7 @@ $(READY_TRAINERS): pyproject.toml constraints.txt
 	@touch $@
 
 test-trainers: $(READY_TRAINERS)
-	@CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS)
+	@CKPTSTORE_TEST_DRAW=$(DRAW) CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS)
 
 # Torch, and all that may be new, is that of the other environment. DeepSpeed is built, with setuptools of today.
 $(READY_OLDEST): $(READY_TRAINERS) constraints-trainers-oldest.txt
@@ -138,6 +138,7 @@ soak: $(READY)
 	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak -v --timeout 3600 $(SOAK)
 
 soak-trainers: $(READY_TRAINERS)
+	@$(if $(SOAK),,CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS))
 	@CKPTSTORE_TEST_TRAINERS=1 CKPTSTORE_TEST_PROFILE=soak $(TRAINERS)/bin/python -m pytest tests/trainers -m soak -v --timeout 3600 $(SOAK)
 
 # `python -m tests.support.snippets` writes what the snippets print now into the pages.

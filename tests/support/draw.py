@@ -3,7 +3,8 @@
 A test whose cases cost more than `MOST_S` together runs with some of them, or now and then, so
 that it costs about `MOST_S` a run. The seed draws: other cases with each seed, all of them over
 some runs. `costs.txt` says what tests cost. `python -m tests.support.draw REPORT.xml CPU_S` writes
-it, where `make test DRAW= REPORT=REPORT.xml` took so many seconds of CPU (user and system).
+it, where `make test DRAW= REPORT=REPORT.xml` took so many seconds of CPU (user and system). Files
+that the report does not name keep what they had.
 """
 
 import sys
@@ -91,11 +92,10 @@ def main(report: str, cpu_s: str) -> None:
     for case, seconds in _measured(Path(report)):
         total[test_of(case)] += seconds
     of_cpu = float(cpu_s) / sum(total.values())  # the report has time by the clock
-    lines = [
-        f"{seconds * of_cpu:.1f} {test}\n"
-        for test, seconds in sorted(total.items())
-        if seconds * of_cpu >= LISTED_S and not test.startswith(WHOLE)
-    ]
+    files = {test.partition("::")[0] for test in total}
+    found = {test: s for test, s in costs().items() if test.partition("::")[0] not in files}
+    found |= {test: s * of_cpu for test, s in total.items() if not test.startswith(WHOLE)}
+    lines = [f"{s:.1f} {test}\n" for test, s in sorted(found.items()) if s >= LISTED_S]
     COSTS.write_text("".join(lines), encoding="utf-8")
 
 
