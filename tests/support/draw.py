@@ -10,16 +10,16 @@ that the report does not name keep what they had.
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from xml.etree import ElementTree
 
 COSTS = Path(__file__).with_name("costs.txt")
-MOST_S = 0.5
-RAREST = 0.2
-"""A case runs in one of five runs at least, however dear its test is."""
+MOST_S = 0.3
+RAREST = 0.15
+"""A case comes in one of seven runs, or in more, however dear its test is."""
 
-LISTED_S = 0.3
 WHOLE = (
     "tests/golden/",
     "tests/net/",
@@ -33,6 +33,7 @@ WHOLE = (
 """These draw by themselves, or hold a ceiling that each change must keep."""
 
 
+@cache
 def costs() -> dict[str, float]:
     """The seconds of CPU that all cases of a test take, by the test's id."""
     lines = (line.split(" ", 1) for line in COSTS.read_text(encoding="utf-8").splitlines())
@@ -95,7 +96,7 @@ def main(report: str, cpu_s: str) -> None:
     files = {test.partition("::")[0] for test in total}
     found = {test: s for test, s in costs().items() if test.partition("::")[0] not in files}
     found |= {test: s * of_cpu for test, s in total.items() if not test.startswith(WHOLE)}
-    lines = [f"{s:.1f} {test}\n" for test, s in sorted(found.items()) if s >= LISTED_S]
+    lines = [f"{s:.1f} {test}\n" for test, s in sorted(found.items()) if s >= MOST_S]
     COSTS.write_text("".join(lines), encoding="utf-8")
 
 
