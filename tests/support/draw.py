@@ -24,7 +24,6 @@ WHOLE = (
     "tests/golden/",
     "tests/net/",
     "tests/stateful/",
-    "tests/support/",
     "tests/test_docs.py",
     "tests/test_entered.py",
     "tests/test_layers.py",
