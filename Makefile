@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # One more than the two cores it is meant for: tests wait for deadlines and disks for a third of their time.
 WORKERS ?= 3
 ON_WORKERS = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Tests that take long run with some of their cases, drawn by the seed (tests/support/draw.py); with all if DRAW=.
+DRAW ?= 1
 READY := $(VENV)/.ready
 READY_BENCH := $(VENV)/.ready-bench
 READY_UI := $(VENV)/.ready-ui
@@ -25,7 +27,7 @@ PIP_TRAINERS := $(TRAINERS)/bin/python -m pip --disable-pip-version-check --quie
 
 help:
 	@echo "make setup   prepare $(VENV)"
-	@echo "make test    ruff, mypy and the whole suite"
+	@echo "make test    ruff, mypy and the suite (DRAW= for all cases of the tests that take long)"
 	@echo "make test-real  the tests of shared stores on Ceph's S3 server and Debian's PostgreSQL, installed by apt-get if need be"
 	@echo "make test-trainers  the integrations on the real libraries of the trainers, in an environment of their own"
 	@echo "make test-trainers-oldest  the core of these tests on the oldest supported releases of the libraries"
@@ -66,11 +68,11 @@ setup: $(READY)
 # mypy, which uses one core, looks at the types meanwhile, and has the last word.
 test: style
 	@$(BIN)/mypy > $(VENV)/mypy.txt 2>&1 & types=$$!; trap "kill $$types 2> /dev/null || true" EXIT; failed=0; \
-		$(BIN)/python -m pytest $(ON_WORKERS) || failed=$$?; \
+		CKPTSTORE_TEST_DRAW=$(DRAW) $(BIN)/python -m pytest $(ON_WORKERS) $(if $(REPORT),--junitxml $(REPORT)) || failed=$$?; \
 		wait $$types || failed=$$?; cat $(VENV)/mypy.txt; exit $$failed
 
 test-real: $(READY)
-	@$(BIN)/python -m tests.real $(ON_WORKERS)
+	@CKPTSTORE_TEST_DRAW=$(DRAW) $(BIN)/python -m tests.real $(ON_WORKERS)
 
 # The trainers' libraries are in an environment of their own. DeepSpeed is built without its operators, which it
 # compiles when they are used. torchtitan wants a version of datasets that refuses the newest fsspec, and needs none.
@@ -87,7 +89,7 @@ $(READY_TRAINERS): pyproject.toml constraints.txt
 	@touch $@
 
 test-trainers: $(READY_TRAINERS)
-	@CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS)
+	@CKPTSTORE_TEST_DRAW=$(DRAW) CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS)
 
 # Torch, and all that may be new, is that of the other environment. DeepSpeed is built, with setuptools of today.
 $(READY_OLDEST): $(READY_TRAINERS) constraints-trainers-oldest.txt
@@ -132,9 +134,11 @@ bench: $(READY_BENCH)
 
 # What a long test prints is shown when it has passed, so the output is a report of what was tried.
 soak: $(READY)
+	@$(if $(SOAK),,$(BIN)/python -m pytest $(ON_WORKERS))
 	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak -v --timeout 3600 $(SOAK)
 
 soak-trainers: $(READY_TRAINERS)
+	@$(if $(SOAK),,CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS))
 	@CKPTSTORE_TEST_TRAINERS=1 CKPTSTORE_TEST_PROFILE=soak $(TRAINERS)/bin/python -m pytest tests/trainers -m soak -v --timeout 3600 $(SOAK)
 
 # `python -m tests.support.snippets` writes what the snippets print now into the pages.

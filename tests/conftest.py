@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support import draw
 from tests.support.guard import sitecustomize as guard
 from tests.support.live_output import Showing
 from tests.support.servers.postgres import PostgresServer, postgres_server
@@ -26,6 +27,10 @@ from tests.support.servers.s3 import S3Server, s3_server
 SEED = int(
     os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32)))
 )  # set: the workers of pytest-xdist draw the same
+
+DRAW = bool(os.environ.get("CKPTSTORE_TEST_DRAW"))
+"""`make test` sets it: dear tests run with some of their cases. With real servers, each test of
+several kinds of places runs at one of them."""
 
 # Set before torch is imported, and inherited by all processes. An OpenMP thread that waits for work
 # spins: with two per process, a third of the CPU time of tests of tensors is spinning.
@@ -151,7 +156,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if DRAW:
+        left = _left_out([item.nodeid for item in items if not item.get_closest_marker("soak")])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+        items[:] = [item for item in items if item.nodeid not in left]
     places = {part: place for place, part in enumerate(LONGEST)}
 
     def place_of(item: pytest.Item) -> int:
@@ -159,6 +168,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return min(places.get(name, len(places)) for name in (part_of(item.nodeid), parameter))
 
     items.sort(key=place_of)
+
+
+def _left_out(cases: list[str]) -> set[str]:
+    if "CKPTSTORE_TEST_S3" not in os.environ:
+        return draw.left_out(cases, SEED)
+    from tests.shared.sites import KINDS  # which imports torch
+
+    return draw.other_places(cases, SEED, KINDS)
 
 
 def part_of(nodeid: str) -> str:
@@ -198,7 +215,8 @@ def _small_heap() -> None:
 
 
 def pytest_report_header() -> str:
-    return f"seed: {SEED} (CKPTSTORE_TEST_SEED={SEED} repeats this run)"
+    drawn = "; tests that take long run with cases that it draws, with all if DRAW=" if DRAW else ""
+    return f"seed: {SEED} (CKPTSTORE_TEST_SEED={SEED} repeats this run){drawn}"
 
 
 @pytest.fixture

@@ -118,9 +118,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("outer", OUTER)
 def test_a_handler_that_interrupts_a_call_is_refused_at_once(
-    outer: str, store: Store, tmp_path: Path
+    outer: str, store: Store, tmp_path: Path, seed: int
 ) -> None:
-    random = Random(outer)
+    random = Random(seed)
     snapshot, pending = store.checkout("latest"), store.commit_async(state(8), step=8)
     pending.wait()
     owners = {Store: store, Snapshot: snapshot, PendingCommit: pending}
