@@ -134,11 +134,9 @@ bench: $(READY_BENCH)
 
 # What a long test prints is shown when it has passed, so the output is a report of what was tried.
 soak: $(READY)
-	@$(if $(SOAK),,$(BIN)/python -m pytest $(ON_WORKERS))
 	@CKPTSTORE_TEST_PROFILE=soak $(BIN)/python -m pytest -m soak -v --timeout 3600 $(SOAK)
 
 soak-trainers: $(READY_TRAINERS)
-	@$(if $(SOAK),,CKPTSTORE_TEST_TRAINERS=1 $(TRAINERS)/bin/python -m pytest tests/trainers $(ON_WORKERS))
 	@CKPTSTORE_TEST_TRAINERS=1 CKPTSTORE_TEST_PROFILE=soak $(TRAINERS)/bin/python -m pytest tests/trainers -m soak -v --timeout 3600 $(SOAK)
 
 # `python -m tests.support.snippets` writes what the snippets print now into the pages.

@@ -28,9 +28,9 @@ SEED = int(
     os.environ.setdefault("CKPTSTORE_TEST_SEED", str(secrets.randbelow(2**32)))
 )  # set: the workers of pytest-xdist draw the same
 
-DRAW = bool(os.environ.get("CKPTSTORE_TEST_DRAW"))
+DRAW = os.environ.get("CKPTSTORE_TEST_DRAW", "")
 """`make test` sets it: dear tests run with some of their cases. With real servers, each test of
-several kinds of places runs at one of them."""
+several kinds of places runs at one of them. The seed draws, and this text beside it."""
 
 # Set before torch is imported, and inherited by all processes. An OpenMP thread that waits for work
 # spins: with two per process, a third of the CPU time of tests of tensors is spinning.
@@ -172,10 +172,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _left_out(cases: list[str]) -> set[str]:
     if "CKPTSTORE_TEST_S3" not in os.environ:
-        return draw.left_out(cases, SEED)
+        return draw.left_out(cases, f"{SEED} {DRAW}")
     from tests.shared.sites import KINDS  # which imports torch
 
-    return draw.other_places(cases, SEED, KINDS)
+    return draw.other_places(cases, f"{SEED} {DRAW}", KINDS)
 
 
 def part_of(nodeid: str) -> str:
@@ -215,7 +215,7 @@ def _small_heap() -> None:
 
 
 def pytest_report_header() -> str:
-    drawn = "; tests that take long run with cases that it draws, with all if DRAW=" if DRAW else ""
+    drawn = f"; DRAW={DRAW} draws cases of tests that take long; with DRAW= all run" if DRAW else ""
     return f"seed: {SEED} (CKPTSTORE_TEST_SEED={SEED} repeats this run){drawn}"
 
 

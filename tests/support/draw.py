@@ -2,9 +2,11 @@
 
 A test whose cases cost more than `MOST_S` together runs with some of them, or now and then, so
 that it costs about `MOST_S` a run. The seed draws: other cases with each seed, all of them over
-some runs. `costs.txt` says what tests cost. `python -m tests.support.draw REPORT.xml CPU_S` writes
-it, where `make test DRAW= REPORT=REPORT.xml` took so many seconds of CPU (user and system). Files
-that the report does not name keep what they had.
+some runs. `make test DRAW=` leaves out none, and CI runs it so.
+
+`costs.txt` says what tests cost. `python -m tests.support.draw REPORT.xml CPU_S` writes it, where
+`make test DRAW= REPORT=REPORT.xml` took so many seconds of CPU (user and system). Files that the
+report does not name keep what they had.
 """
 
 import sys
@@ -39,7 +41,7 @@ def costs() -> dict[str, float]:
     return {test: float(seconds) for seconds, test in lines}
 
 
-def left_out(cases: Iterable[str], seed: int) -> set[str]:
+def left_out(cases: Iterable[str], seed: str) -> set[str]:
     """The ids of the cases that a run with this seed does without."""
     left = set()
     dear, by_test = costs(), defaultdict[str, list[str]](list)
@@ -53,7 +55,7 @@ def left_out(cases: Iterable[str], seed: int) -> set[str]:
     return left
 
 
-def other_places(cases: Iterable[str], seed: int, kinds: Iterable[str]) -> set[str]:
+def other_places(cases: Iterable[str], seed: str, kinds: Iterable[str]) -> set[str]:
     """The ids of the cases at other places than the one that the seed draws for each test: of those
     that differ in the kind of place alone, one is not among them."""
     left, alike = set(), defaultdict[tuple[str, ...], list[str]](list)

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_KEPT: list[socket.socket] = []
 
 
 def free_port() -> int:
@@ -19,6 +18,7 @@ def free_port() -> int:
         with suppress(OSError):
             kept.bind(("", draw.randrange(first // 2, first)))
             kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _KEPT.append(kept)
-            return int(kept.getsockname()[1])
+            port = int(kept.getsockname()[1])
+            kept.detach()  # it stays open until this process ends
+            return port
         kept.close()
