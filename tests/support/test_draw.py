@@ -49,7 +49,8 @@ def test_a_test_runs_at_one_place_and_over_some_runs_at_each() -> None:
     kinds = ("local", "bucket", "bucket and database")
     cases = {f"tests/a.py::test_b[{kind}-{i}]" for kind in kinds for i in range(2)}
     alone = "tests/a.py::test_c[raw]"
-    taken = [{*cases, alone} - other_places({*cases, alone}, str(seed), kinds) for seed in range(100)]
+    runs = map(str, range(100))
+    taken = [{*cases, alone} - other_places({*cases, alone}, seed, kinds) for seed in runs]
     assert all(alone in run and len(run) == 3 for run in taken)
     assert all({case[-2] for case in run} >= {"0", "1"} for run in taken)
     assert set().union(*taken) == {*cases, alone}
