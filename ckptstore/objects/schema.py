@@ -2,7 +2,8 @@
 §5), and how do keys share one? Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from dataclasses import field as new
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -78,47 +79,36 @@ def decode_schema(data: bytes | memoryview) -> Schema:
     )
 
 
+@dataclass(slots=True)
 class Columns:
     """A schema on its way, column by column. Little is kept of a leaf: Python's cycle collector
-    looks through all of it afterwards."""
+    looks through all of it afterwards. Leaves are appended to the columns, all five alike."""
 
-    def __init__(self) -> None:
-        self._paths: list[str] = []
-        self._kinds: list[LeafKind] = []
-        self._dtypes: list[str] = []
-        self._shapes: list[Shape] = []
-        self._aliases: list[int] = []
-
-    def add(
-        self, path: str, kind: LeafKind, dtype: str = "", shape: Shape = (), alias: int = -1
-    ) -> int:
-        """Add a leaf; its number."""
-        self._paths.append(path)
-        self._kinds.append(kind)
-        self._dtypes.append(dtype)
-        self._shapes.append(shape)
-        self._aliases.append(alias)
-        return len(self._paths) - 1
+    paths: list[str] = new(default_factory=list)
+    kinds: list[LeafKind] = new(default_factory=list)
+    dtypes: list[str] = new(default_factory=list)
+    shapes: list[Shape] = new(default_factory=list)
+    aliases: list[int] = new(default_factory=list)
 
     def take(self, schema: Schema) -> Node | int:
         """Add the leaves of `schema`; its skeleton, which names them by their numbers here."""
-        first = len(self._paths)
-        self._paths += schema.paths
-        self._kinds += schema.kinds
-        self._dtypes += schema.dtypes
-        self._shapes += schema.shapes
-        self._aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
+        first = len(self.paths)
+        self.paths += schema.paths
+        self.kinds += schema.kinds
+        self.dtypes += schema.dtypes
+        self.shapes += schema.shapes
+        self.aliases += [alias if alias < 0 else first + alias for alias in schema.aliases]
         return moved(schema.skeleton, first)
 
     def schema(self, skeleton: Node | int) -> Schema:
         """The schema of all leaves that were added."""
         return Schema(
             skeleton,
-            tuple(self._paths),
-            tuple(self._kinds),
-            tuple(self._dtypes),
-            tuple(self._shapes),
-            tuple(self._aliases),
+            tuple(self.paths),
+            tuple(self.kinds),
+            tuple(self.dtypes),
+            tuple(self.shapes),
+            tuple(self.aliases),
         )
 
 

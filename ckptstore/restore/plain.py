@@ -48,13 +48,17 @@ class _Expansion:
             below = flatten_value(value, schema.paths[node])
             self.contents += [_inline(each.read_all()) for each in below.leaves]
             return self.columns.take(below.schema)
-        self.contents.append(self._tree.contents[node])
+        columns, number = self.columns, len(self.contents)
+        columns.paths.append(schema.paths[node])
+        columns.kinds.append(schema.kinds[node])
+        columns.dtypes.append(schema.dtypes[node])
+        columns.shapes.append(schema.shapes[node])
         # A leaf is tied to an earlier one, and never to a plain one.
-        alias = -1 if schema.aliases[node] < 0 else self._numbers[schema.aliases[node]]
-        self._numbers[node] = self.columns.add(
-            schema.paths[node], schema.kinds[node], schema.dtypes[node], schema.shapes[node], alias
-        )
-        return self._numbers[node]
+        alias = schema.aliases[node]
+        columns.aliases.append(alias if alias < 0 else self._numbers[alias])
+        self.contents.append(self._tree.contents[node])
+        self._numbers[node] = number
+        return number
 
 
 def _inline(data: bytes) -> LeafContent:

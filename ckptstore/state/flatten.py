@@ -321,8 +321,14 @@ class _Walk:
         shape: Shape = (),
         alias: int = -1,
     ) -> int:
+        columns = self._columns
+        columns.paths.append(path)
+        columns.kinds.append(kind)
+        columns.dtypes.append(dtype)
+        columns.shapes.append(shape)
+        columns.aliases.append(alias)
         self._leaves.append(source)
-        return self._columns.add(path, kind, dtype, shape, alias)
+        return len(self._leaves) - 1
 
 
 @contextmanager
