@@ -7,16 +7,21 @@ moments in float32, all of it divided among all ranks as FSDP2 does (1,923 leave
 number, then by rows). Nothing is sent, so what a network takes comes on top. A plan is kept while
 the state keeps its structure: later commits only put together what the ranks have written
 (*a commit*).
+
+`--restore` measures the plan of a restore of that state on so many ranks instead: rank 0 joins what
+the ranks need (*answer*), and each rank plans who reads what (*shares*).
 """
 
 import argparse
 import resource
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from ckptstore.core.geometry import grid, nbytes_of, width_of
 from ckptstore.core.ids import digest
 from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.core.process import uncollected
@@ -30,12 +35,14 @@ from ckptstore.distributed.merge import (
 )
 from ckptstore.distributed.plan import plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
+from ckptstore.distributed.shared_reads import Needs, plan_shares
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Holding, Mesh
 
 T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 20
+WINDOW_BYTES = 1 << 25
 EXPERTS, WIDTH, HIDDEN = 128, 8192, 2048
 LAYER: dict[str, Shape] = {
     "query": (WIDTH, WIDTH),
@@ -149,6 +156,47 @@ def measure(ranks: int, layers: int) -> dict[str, int]:
     }
 
 
+class Chunks(NamedTuple):
+    """The chunks of a tensor, each of so many bytes, numbered from `first` on."""
+
+    row: Row
+    first: int
+    nbytes: int
+
+    def of(self, box: Box) -> slice:
+        """Those of a box that lies in one piece."""
+        width = width_of(self.row.dtype)
+        begin = int(np.ravel_multi_index(box.offsets, self.row.shape)) * width
+        end = begin + int(np.prod(box.lengths)) * width
+        return slice(self.first + begin // self.nbytes, self.first + -(-end // self.nbytes))
+
+
+def measure_restore(ranks: int, layers: int) -> dict[str, int]:
+    """Plan a restore for `ranks` ranks, as `measure`."""
+    tensors: list[Chunks] = []
+    count = 0
+    for row in rows(layers):
+        chunks = len(grid(row.shape, width_of(row.dtype), CHUNK_BYTES))
+        tensors.append(Chunks(row, count, -(-nbytes_of(row.dtype, row.shape) // chunks)))
+        count += chunks
+
+    def needs(rank: int) -> bytes:
+        needed = np.zeros(count, bool)
+        for tensor in tensors:
+            for box in _boxes(tensor.row.shape, rank, ranks):
+                needed[tensor.of(box)] = True
+        return zlib.compress(np.packbits(needed).tobytes(), 1)
+
+    sent = [needs(rank) for rank in range(ranks)]
+    steps = Steps()
+    answer = steps.run("answer", lambda: zlib.compress(b"".join(map(zlib.decompress, sent)), 1))
+    unpacked = steps.run("unpack", lambda: np.frombuffer(zlib.decompress(answer), np.uint8))
+    of_ranks = Needs(unpacked.reshape(ranks, -1), count)
+    sizes = np.full(count, CHUNK_BYTES, np.int64)
+    steps.run("shares", lambda: plan_shares(of_ranks, sizes, WINDOW_BYTES))
+    return {"needs": sum(map(len, sent)), "answer to each rank": len(answer)}
+
+
 def written_by(assembler: Assembler, ranks: int) -> list[Written]:
     """What each rank hands in when its chunks are written."""
     chunk = digest(b"")
@@ -164,11 +212,13 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--restore", action="store_true")
     asked = parser.parse_args()
     found = rows(asked.layers)
     parameters = sum(float(np.prod(row.shape)) for row in found) / 3
     print(f"{asked.ranks:,} ranks, {parameters / 1e9:.0f}e9 parameters, {len(found):,} leaves")
-    for what, nbytes in measure(asked.ranks, asked.layers).items():
+    act = measure_restore if asked.restore else measure
+    for what, nbytes in act(asked.ranks, asked.layers).items():
         print(f"{what}: {nbytes / 1e6:.1f} MB")
 
 
