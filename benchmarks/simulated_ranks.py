@@ -8,8 +8,8 @@ number, then by rows). Nothing is sent, so what a network takes comes on top. A 
 the state keeps its structure: later commits only put together what the ranks have written
 (*a commit*).
 
-`--restore` measures the plan of a restore of that state on so many ranks instead: rank 0 joins what
-the ranks need (*answer*), and each rank plans who reads what (*shares*).
+`--restore` measures instead what each rank does for the plan of a restore of that state on so many
+ranks: it unpacks what all of them need (*needs*), and plans who reads what (*shares*).
 """
 
 import argparse
@@ -189,12 +189,10 @@ def measure_restore(ranks: int, layers: int) -> dict[str, int]:
 
     sent = [needs(rank) for rank in range(ranks)]
     steps = Steps()
-    answer = steps.run("answer", lambda: zlib.compress(b"".join(map(zlib.decompress, sent)), 1))
-    unpacked = steps.run("unpack", lambda: np.frombuffer(zlib.decompress(answer), np.uint8))
-    of_ranks = Needs(unpacked.reshape(ranks, -1), count)
+    of_ranks = steps.run("needs", lambda: Needs.unpacked(sent, count))
     sizes = np.full(count, CHUNK_BYTES, np.int64)
     steps.run("shares", lambda: plan_shares(of_ranks, sizes, WINDOW_BYTES))
-    return {"needs": sum(map(len, sent)), "answer to each rank": len(answer)}
+    return {"needs, sent to each rank": sum(map(len, sent))}
 
 
 def written_by(assembler: Assembler, ranks: int) -> list[Written]:

@@ -73,6 +73,14 @@ class Needs:
     def __init__(self, bits: "NDArray[np.uint8]", chunks: int) -> None:
         self.bits, self.chunks = bits, chunks
 
+    @classmethod
+    def unpacked(cls, packed: Sequence[bytes], chunks: int) -> "Needs":
+        """From what each rank sent, in their order."""
+        bits = np.empty((len(packed), -(-chunks // 8)), np.uint8)
+        for rank, sent in enumerate(packed):
+            bits[rank] = np.frombuffer(zlib.decompress(sent), np.uint8)
+        return cls(bits, chunks)
+
     def __len__(self) -> int:
         return len(self.bits)
 
@@ -86,15 +94,21 @@ class Needs:
 
     def groups(self) -> Iterator[tuple[list[int], "NDArray[np.int64]"]]:
         """Chunks that the same several ranks need: those ranks, and the chunk numbers in order."""
+        once, again = np.zeros((2, self.bits.shape[1]), np.uint8)
+        for row in self.bits:  # packed: of a sharded state, one rank alone needs most chunks
+            again |= once & row
+            once |= row
+        columns = np.flatnonzero(again)
+        if not len(columns):
+            return
         numbers, holders = [], []
-        for at in range(0, self.bits.shape[1], UNPACKED_BYTES):
-            needed = np.unpackbits(self.bits[:, at : at + UNPACKED_BYTES], axis=1)
+        for at in range(0, len(columns), UNPACKED_BYTES):
+            block = columns[at : at + UNPACKED_BYTES]
+            needed = np.unpackbits(self.bits[:, block], axis=1)
             several = np.flatnonzero(needed.sum(axis=0, dtype=np.int32) > 1)
-            numbers.append(several + 8 * at)
+            numbers.append(8 * block[several // 8] + several % 8)
             holders.append(np.packbits(needed[:, several], axis=0).T)
         found = np.concatenate(numbers)
-        if not len(found):
-            return
         rows = np.ascontiguousarray(np.concatenate(holders))
         _, which = np.unique(rows.view(f"V{rows.shape[1]}").ravel(), return_inverse=True)
         order = np.argsort(which, kind="stable")
@@ -231,10 +245,9 @@ class Broadcast:
         numberings, windows, needs = zip(*handed_in, strict=True)
         if len(set(numberings)) > 1:
             return [None] * len(needs)
-        rows = zlib.compress(b"".join(map(zlib.decompress, needs)), 1)
         where = self._reader.located(self._numbering.ids)
         nbytes = zlib.compress(where["raw"].astype("<i8").tobytes(), 1)
-        return [(min(windows), nbytes, where["checksum"].tobytes(), rows)] * len(needs)
+        return [(min(windows), nbytes, where["checksum"].tobytes(), needs)] * len(needs)
 
     def run(self, peers: Collective, task: Any) -> Brought:
         """Carry out a task of `answer`. Raises a failure of this rank only after all exchanges."""
@@ -257,8 +270,7 @@ class Broadcast:
         window_bytes, packed_sizes, self._checksums, packed_needs = task
         count = len(self._numbering)
         nbytes = np.frombuffer(zlib.decompress(packed_sizes), "<i8")
-        bits = np.frombuffer(zlib.decompress(packed_needs), np.uint8).reshape(-1, -(-count // 8))
-        needs = Needs(bits, count)
+        needs = Needs.unpacked(packed_needs, count)
         return needs, nbytes, plan_shares(needs, nbytes, window_bytes)
 
     def _begin(self, window: Sequence[Share], rank: int) -> "Future[list[_Held]]":
