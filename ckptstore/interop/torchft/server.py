@@ -18,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import Unavailable
 from ckptstore.interop.torchft.connection import cut_off
-from ckptstore.interop.torchft.offer import ServedState
 from ckptstore.interop.torchft.wire import (
     CHUNKS_PER_REQUEST,
     HELLO_PATH,
@@ -36,6 +35,9 @@ from ckptstore.plugin.model import CHUNK_ID_BYTES
 from ckptstore.plugin.ranks import listen
 from ckptstore.plugin.reading import FileRange
 from ckptstore.plugin.work import Condition, behind, start
+
+if TYPE_CHECKING:
+    from ckptstore.interop.torchft.offer import ServedState
 
 logger = logging.getLogger("ckptstore.transport")
 
@@ -53,12 +55,21 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     daemon_threads = True
     block_on_close = False
+    connections_max = CONNECTIONS_MAX
 
     def __init__(
-        self, instance: str, token: str, *, timeout_s: float, host: str = "", port: int = 0
+        self,
+        instance: str,
+        token: str,
+        *,
+        timeout_s: float,
+        host: str = "",
+        port: int = 0,
+        handler: "type[Handler] | None" = None,
     ) -> None:
         listening = listen(host, port)
-        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        kind = handler or _StateHandler
+        super().__init__(listening.getsockname()[:2], kind, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
         self.port: int = listening.getsockname()[1]
@@ -94,7 +105,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._thread.join()
         self.server_close()
 
-    def post(self, offer: ServedState) -> None:
+    def post(self, offer: "ServedState") -> None:
         """Serve `offer`; no other may be served now."""
         with self._changed:
             assert self._offer is None and not self._readers
@@ -139,7 +150,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def join(
         self, request: socket.socket, transfer: str, step: int, wait_s: float
-    ) -> ServedState | None:
+    ) -> "ServedState | None":
         """The state served within `wait_s`, None if there is none. If it is that of `step`, the
         connection is its reader until it ends. A transfer that has begun may read a state that is
         being withdrawn.
@@ -194,14 +205,14 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def _has_room(self) -> bool:
         """Whether a slot is free, if need be that of the oldest connection without the token."""
         with self._changed:
-            if len(self._open) < CONNECTIONS_MAX:
+            if len(self._open) < self.connections_max:
                 return True
             oldest = next(iter(self._strangers), None)
             if oldest is None:
                 return False
             del self._strangers[oldest]  # it is cut off once
             cut_off(oldest)
-            return self._changed.wait_for(lambda: len(self._open) < CONNECTIONS_MAX, _PLACE_S)
+            return self._changed.wait_for(lambda: len(self._open) < self.connections_max, _PLACE_S)
 
     def _leave(self, request: socket.socket) -> None:
         with self._changed:
@@ -211,7 +222,7 @@ class TransportServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._changed.notify_all()
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A request is answered with a status and a reason."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
@@ -219,8 +230,9 @@ class _Refused(Exception):
         self.status = status
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection: requests one after the other, until the peer is done."""
+class Handler(BaseHTTPRequestHandler):
+    """One connection: requests one after the other, until the peer is done. A request shows the
+    token, or asks for the instance."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "ckptstore", ""
@@ -228,95 +240,29 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = HEAD_TIMEOUT_S
     server: TransportServer
 
-    def do_GET(self) -> None:
-        with self._refusals():
-            if self.path == HELLO_PATH:
-                self._answer(HTTPStatus.OK, self.server.instance.encode())
-                return
-            kind, step = self._admitted()
-            if kind != "state":
-                raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
-            self._answer(HTTPStatus.OK, self._offer(step, self._wait_s()).description)
-
-    def do_POST(self) -> None:
-        with self._refusals():
-            names = self._names()
-            kind, step = self._admitted()
-            if kind == "state" or names is None:
-                raise _Refused(
-                    HTTPStatus.BAD_REQUEST,
-                    f"wanted the names of 1 to {CHUNKS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes "
-                    "each",
-                )
-            offer = self._offer(step, 0)
-            sizes = [found.nbytes for name in names if (found := offer.find(name))]
-            if len(sizes) < len(names):
-                raise _Refused(
-                    HTTPStatus.NOT_FOUND,
-                    f"{len(names) - len(sizes)} chunks are not of the state that is served now; "
-                    "receive again",
-                )
-            self._send_chunks(offer, names, sum(sizes))
-
     @contextmanager
     def _refusals(self) -> Iterator[None]:
         try:
             yield
-        except _Refused as refused:
-            self._answer(refused.status, str(refused).encode())
+        except Refused as refused:
+            self._refuse(refused)
 
-    def _names(self) -> list[bytes] | None:
-        length = self._number("Content-Length")
-        if length is None or length > CHUNKS_PER_REQUEST * CHUNK_ID_BYTES:
-            self.close_connection = True  # the rest is not read
-            return None
-        return decode_names(self.rfile.read(length))
+    def _refuse(self, refused: Refused) -> None:
+        self._answer(refused.status, str(refused).encode())
 
-    def _admitted(self) -> tuple[str, int]:
-        """What a peer with the token asks for, and the step."""
+    def _show_token(self) -> None:
+        """Refuse a request without the token."""
         if not self.server.admit(self.connection, self.headers.get("Authorization")):
             self.close_connection = True
-            raise _Refused(
+            raise Refused(
                 HTTPStatus.UNAUTHORIZED,
                 "this is not the token of this transport: take its metadata again",
             )
         self.connection.settimeout(self.server.timeout_s)
-        if (asked := parse_path(self.path)) is None:
-            raise _Refused(HTTPStatus.NOT_FOUND, "no such path")
-        return asked
-
-    def _offer(self, step: int, wait_s: float) -> ServedState:
-        """The offer for `step`. A connection that has joined stays a reader until it ends."""
-        transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
-        offer = self.server.join(self.connection, transfer, step, wait_s)
-        if offer is None:
-            raise _Refused(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}"
-            )
-        if offer.step != step:
-            raise _Refused(
-                HTTPStatus.CONFLICT,
-                f"it serves step {offer.step}; wanted {step}",
-            )
-        return offer
-
-    def _wait_s(self) -> float:
-        """How long the peer allows us to wait."""
-        return min((self._number(WAIT_HEADER) or 0) / 1000, self.server.timeout_s)
 
     def _number(self, header: str) -> int | None:
         value = self.headers.get(header, "")
         return int(value) if value.isdecimal() and len(value) < 10 else None
-
-    def _send_chunks(self, offer: ServedState, names: Sequence[bytes], nbytes: int) -> None:
-        self._begin(HTTPStatus.OK, nbytes)
-        try:
-            for span in offer.spans(names, verified=VERIFY_HEADER in self.headers):
-                self._send_span(span)
-        except Unavailable as error:
-            # The length was already sent, so only an early end can signal the error.
-            logger.warning("a chunk cannot be served: %s", error)
-            self.close_connection = True
 
     def _send_span(self, span: memoryview | FileRange) -> None:
         if isinstance(span, memoryview):
@@ -337,3 +283,80 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug("%s: %s", self.address_string(), format % args)
+
+
+class _StateHandler(Handler):
+    """Serves the state of a transport."""
+
+    def do_GET(self) -> None:
+        with self._refusals():
+            if self.path == HELLO_PATH:
+                self._answer(HTTPStatus.OK, self.server.instance.encode())
+                return
+            kind, step = self._admitted()
+            if kind != "state":
+                raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, "chunks are asked for with POST")
+            self._answer(HTTPStatus.OK, self._offer(step, self._wait_s()).description)
+
+    def do_POST(self) -> None:
+        with self._refusals():
+            names = self._names()
+            kind, step = self._admitted()
+            if kind == "state" or names is None:
+                raise Refused(
+                    HTTPStatus.BAD_REQUEST,
+                    f"wanted the names of 1 to {CHUNKS_PER_REQUEST} chunks, {CHUNK_ID_BYTES} bytes "
+                    "each",
+                )
+            offer = self._offer(step, 0)
+            sizes = [found.nbytes for name in names if (found := offer.find(name))]
+            if len(sizes) < len(names):
+                raise Refused(
+                    HTTPStatus.NOT_FOUND,
+                    f"{len(names) - len(sizes)} chunks are not of the state that is served now; "
+                    "receive again",
+                )
+            self._send_chunks(offer, names, sum(sizes))
+
+    def _names(self) -> list[bytes] | None:
+        length = self._number("Content-Length")
+        if length is None or length > CHUNKS_PER_REQUEST * CHUNK_ID_BYTES:
+            self.close_connection = True  # the rest is not read
+            return None
+        return decode_names(self.rfile.read(length))
+
+    def _admitted(self) -> tuple[str, int]:
+        """What a peer with the token asks for, and the step."""
+        self._show_token()
+        if (asked := parse_path(self.path)) is None:
+            raise Refused(HTTPStatus.NOT_FOUND, "no such path")
+        return asked
+
+    def _offer(self, step: int, wait_s: float) -> "ServedState":
+        """The offer for `step`. A connection that has joined stays a reader until it ends."""
+        transfer = self.headers.get(TRANSFER_HEADER, "")[:64]
+        offer = self.server.join(self.connection, transfer, step, wait_s)
+        if offer is None:
+            raise Refused(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"nothing is served now; wanted step {step}"
+            )
+        if offer.step != step:
+            raise Refused(
+                HTTPStatus.CONFLICT,
+                f"it serves step {offer.step}; wanted {step}",
+            )
+        return offer
+
+    def _wait_s(self) -> float:
+        """How long the peer allows us to wait."""
+        return min((self._number(WAIT_HEADER) or 0) / 1000, self.server.timeout_s)
+
+    def _send_chunks(self, offer: "ServedState", names: Sequence[bytes], nbytes: int) -> None:
+        self._begin(HTTPStatus.OK, nbytes)
+        try:
+            for span in offer.spans(names, verified=VERIFY_HEADER in self.headers):
+                self._send_span(span)
+        except Unavailable as error:
+            # The length was already sent, so only an early end can signal the error.
+            logger.warning("a chunk cannot be served: %s", error)
+            self.close_connection = True

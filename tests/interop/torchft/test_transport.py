@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckptstore
-import ckptstore.interop.torchft as transport_module
+import ckptstore.interop.torchft.transport as transport_module
 from ckptstore.errors import Conflict, InvalidInput, Unavailable
 from ckptstore.interop.torchft import StoreTransport
 from ckptstore.interop.torchft.wire import decode_invitation, encode_invitation
