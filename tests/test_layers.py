@@ -77,6 +77,7 @@ BESIDE = {
     "ui": ("cli", "adopt", "analysis", "parsers", "reports"),
     "follow": ("cli", "formats"),
     "engine": ("adopt", "formats", "parsers"),
+    "hosts": ("torchft",),
 }
 """The plugins that a plugin stands on."""
 

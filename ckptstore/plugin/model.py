@@ -44,6 +44,7 @@ from ckptstore.core.ids import (
     log_key,
     new_hold_id,
     new_session_id,
+    pack_key,
     parse_chunk_id,
     parse_commit_id,
     parse_session_id,

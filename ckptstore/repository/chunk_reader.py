@@ -24,7 +24,7 @@ from ckptstore.log.state import Pack
 from ckptstore.objects import codecs, patches
 from ckptstore.objects.pack import FooterTable, entries
 from ckptstore.repository.thread_pool import Scratch
-from ckptstore.storage.contract import OpenFile, Storage
+from ckptstore.storage.contract import COPY, OpenFile, Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -247,6 +247,11 @@ def keys_of(pack: AnyPack) -> tuple[str, ...]:
     return (pack_key(pack.id), twin_key(pack.id)) if pack.metadata else (pack_key(pack.id),)
 
 
+def with_copies(keys: Sequence[str]) -> Sequence[str]:
+    """`keys`, and behind them those of their copies on other hosts."""
+    return keys if keys[-1].endswith(COPY) else (*keys, *(key + COPY for key in keys))
+
+
 class DecodedBases:
     """A thread's cache of the raw bytes of recently decoded chunks. A delta that the thread reads
     next may have one of them as its base. Deltas are never bases, so they are not cached."""
@@ -284,6 +289,8 @@ def read_run(
     well.
     """
     memory = scratch or Scratch()
+    if storage.capabilities.copies:
+        keys = with_copies(keys)
 
     def alone(read: PackRead, keys: Sequence[str]) -> Found:
         return read_run(storage, keys, MergedRead((read,)), verify_ids=verify_ids, scratch=memory)[

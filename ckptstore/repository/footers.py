@@ -41,7 +41,7 @@ from ckptstore.repository.chunk_reader import (
     stored_patch_at,
     verify_at,
 )
-from ckptstore.storage.contract import FOOTERS_BYTES_MAX, Storage
+from ckptstore.storage.contract import COPY, FOOTERS_BYTES_MAX, Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -74,6 +74,9 @@ def read_footer(storage: Storage, pack: AnyPack) -> Footer:
     try:
         return _read_at(storage, first)
     except (Corrupt, NotFound, Unavailable):
+        if storage.capabilities.copies:
+            with suppress(Corrupt, NotFound, Unavailable):
+                return _read_at(storage, first + COPY)
         if not others:
             raise
         return _read_at(storage, others[0])

@@ -21,6 +21,9 @@ PART_BYTES = 8 * MIB
 """A large object is uploaded in parts of so many bytes. S3 wants at least 5 MiB, and takes at most
 10,000 parts."""
 
+COPY = "#copy"
+"""Behind a key: not the object that was read under the key, but a copy on another host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -35,6 +38,8 @@ class Capabilities:
     """`put_new` is atomic on every server of this kind. If not, it must be tried before use."""
     can_fill_up: bool = False
     """Space is bounded, so the store keeps a reserve for the log entries of a deletion."""
+    copies: bool = False
+    """Objects lie on several hosts: the key with `COPY` behind it reads a copy on another host."""
     pack_bytes: int = PACK_BYTES_REMOTE
     """The size of pack that new data is written to."""
 

@@ -46,6 +46,7 @@ PLUGINS = {
     "tiers": ("plugins/tiers/",),
     "schedule": ("plugins/schedule/",),
     "engine": ("plugins/engine/",),
+    "hosts": ("plugins/hosts/",),
 }
 """How the names of the files of each plugin begin, below the package; all others are the core."""
 

@@ -1,0 +1,94 @@
+"""Which host has whose copies, and whose log holds after hosts were lost or came back? Pure.
+
+A *job* is one start of a training: a random id, and the hosts that take part. An entry of the log
+is acknowledged when all hosts of its job have it. A host's *lineage* are the jobs in which its log
+took part, from old to new: at the beginning of a job all its hosts have one log and one lineage.
+
+So a host whose last job is in the lineage of another has nothing acknowledged that the other lacks:
+when that job went on into the other's log, the other's log had all that this job acknowledged.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptstore.errors import Conflict
+
+LINEAGE = 1024
+"""Jobs that a host remembers. One that was away for longer is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host has: the store's id (empty without one), its lineage, and the number of the last
+    entry of its log."""
+
+    name: str
+    store: str = ""
+    lineage: tuple[str, ...] = ()
+    head: int = 0
+
+
+def ring(domains: Sequence[str]) -> list[int]:
+    """The hosts, by number, in an order in which neighbours lie in different failure domains as far
+    as that can be."""
+    seen = defaultdict[str, int](int)
+    turn = []
+    for host, domain in enumerate(domains):
+        turn.append((seen[domain], domain, host))
+        seen[domain] += 1
+    return [host for _, _, host in sorted(turn)]
+
+
+def partners(domains: Sequence[str], copies: int) -> dict[int, tuple[int, ...]]:
+    """By host, those that take copies of what it writes: the next ones of the ring."""
+    order = ring(domains)
+    count = min(copies, len(order) - 1)
+    return {
+        host: tuple(order[(at + 1 + i) % len(order)] for i in range(count))
+        for at, host in enumerate(order)
+    }
+
+
+def choose_log(hosts: Sequence[HostFacts]) -> int | None:
+    """The number of the host whose log holds; None if none has a store.
+
+    Raises `Conflict` if hosts have gone on separately, so that each may have acknowledged what the
+    other lacks, or have different stores.
+    """
+    having = [i for i, host in enumerate(hosts) if host.store]
+    if not having:
+        return None
+    last = {hosts[i].lineage[-1] for i in having if hosts[i].lineage}
+    best = max(having, key=lambda i: (len(last & {*hosts[i].lineage}), hosts[i].head, -i))
+    for i in having:
+        host, chosen = hosts[i], hosts[best]
+        if host.store != chosen.store:
+            raise Conflict(
+                f"host {host.name} has store {host.store} and host {chosen.name} {chosen.store}; "
+                "move one of them away, or name another directory"
+            )
+        if host.lineage and host.lineage[-1] not in chosen.lineage:
+            raise Conflict(
+                f"hosts {host.name} and {chosen.name} have gone on separately, and each may have "
+                "commits that the other lacks; move the directory of one of them away"
+            )
+    return best
+
+
+def missing_copies(
+    have: Mapping[str, Sequence[int]], takers: Mapping[int, tuple[int, ...]]
+) -> dict[str, tuple[int, int]]:
+    """By the key of a pack that lies on too few hosts, a host that has it and one that is to get
+    it: a neighbour in the ring, so that a replaced host gets what the lost one had. `have` are the
+    hosts of each key, `takers` what `partners` returns."""
+    loads = Counter(host for hosts in have.values() for host in hosts)
+    wanted = {}
+    for key, hosts in sorted(have.items()):
+        source = min(hosts)
+        near = {*takers[source], *(host for host, takes in takers.items() if source in takes)}
+        if len(hosts) <= len(takers[source]) and (takes := sorted(near - {*hosts})):
+            taker = min(takes, key=lambda host: loads[host])
+            loads[taker] += 1
+            wanted[key] = source, taker
+    return wanted

@@ -1,0 +1,312 @@
+"""Objects that lie on several hosts are one storage; what one host lacks or is silent about is not
+said to be absent."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+
+from ckptstore.core.ids import SessionId, log_key
+from ckptstore.errors import Conflict, NotFound, Unavailable
+from ckptstore.interop.torchft.wire import Invitation
+from ckptstore.log.entries import Entry, Settings, decode_entry, encode_entry, origin
+from ckptstore.plugins.hosts import peer
+from ckptstore.plugins.hosts.agent import AgentServer
+from ckptstore.plugins.hosts.join import replace_damaged
+from ckptstore.plugins.hosts.members import (
+    Members,
+    before,
+    enter,
+    in_job,
+    join_lineage,
+    read_members,
+    write_members,
+)
+from ckptstore.plugins.hosts.storage import HostsStorage, peers_of
+from ckptstore.storage import open_storage
+from ckptstore.storage.contract import COPY, Storage
+from tests.log.model.world import STORE
+from tests.storage.test_backend import BackendContract
+
+SESSION = SessionId("5" * 24)
+
+
+def entry(n: int, time_ns: int = 0) -> bytes:
+    """Entry `n` of a log."""
+    before = decode_entry(entry(n - 1)).position if n > 1 else origin(STORE)
+    header = (n, "0" * 32, time_ns, STORE, 1, before.hash, before.bytes)
+    return encode_entry(Entry(*header, Settings(())))
+
+
+class Site:
+    """Three hosts, each a directory with an agent of this process."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.roots = [folder / f"host-{i}" for i in range(3)]
+        self.servers = []
+        for root in self.roots:
+            root.mkdir()
+            server = AgentServer(root, f"instance-{root.name}", f"token-{root.name}")
+            stack.callback(server.close)
+            self.servers.append(server)
+        self.join("job-1")
+
+    def join(self, job: str, *, but: int | None = None) -> None:
+        agents = tuple(
+            Invitation(server.instance, f"token-{root.name}", (("127.0.0.1", server.port),))
+            for server, root in zip(self.servers, self.roots, strict=True)
+        )
+        names = tuple(root.name for root in self.roots)
+        for me, root in enumerate(self.roots):
+            if me != but:
+                write_members(root, Members(job, me, names, agents, ((me + 1) % 3,)))
+
+    def put(self, host: int, key: str, data: bytes) -> None:
+        """As if a writer had died before it came to the next host."""
+        path = self.roots[host] / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def damage(self, host: int, key: str) -> None:
+        path = self.roots[host] / key
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def files(self, key: str) -> list[bool]:
+        return [(root / key).is_file() for root in self.roots]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(tmp_path, stack)
+
+
+@pytest.fixture
+def hosts(site: Site) -> Iterator[list[HostsStorage]]:
+    with ExitStack() as stack:
+        storages = [HostsStorage(root) for root in site.roots]
+        for storage in storages:
+            stack.callback(storage.close)
+        yield storages
+
+
+class TestHosts(BackendContract):
+    @pytest.fixture
+    def url(self, site: Site) -> str:
+        return f"hosts://{site.roots[1]}"
+
+    def test_what_is_read_ahead_is_served_once(self, storage: Storage) -> None:
+        """Nothing is read ahead: most of what is read lies here."""
+        storage.put("a", b"0123456789")
+        storage.read_ahead({"a": 10, "absent": 3})
+        storage.put("a", b"9876543210")
+        assert storage.read_tail("a", 3) == (b"210", 10)
+
+
+def written(storage: HostsStorage, key: str, data: bytes) -> None:
+    writer = storage.create(key, session=SESSION)
+    writer.append((memoryview(data),))
+    assert writer.finish()
+    storage.sync_dirs((key,))
+
+
+def test_a_pack_lies_on_two_hosts_and_an_entry_on_all(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    written(hosts[2], "packs/aa/one", b"pack" * 1000)
+    assert site.files("packs/aa/one") == [True, False, True]
+    assert hosts[1].put_new(log_key(1), entry(1)) and not hosts[0].put_new(log_key(1), entry(1, 7))
+    assert site.files(log_key(1)) == [True] * 3
+    hosts[0].put("sessions/x", b"1", durable=False)
+    hosts[0].put("footers/000000000001", b"derived")
+    assert site.files("sessions/x") == [True, False, False]
+    for storage in hosts:
+        assert storage.read("packs/aa/one", 4, 8) == b"pack"
+        memory = bytearray(8)
+        storage.read_into("packs/aa/one", 2, [memoryview(memory)[:3], memoryview(memory)[3:]])
+        assert memory == b"ckpackpa" and storage.size("packs/aa/one") == 4000
+        assert storage.read_tail("packs/aa/one", 2) == (b"ck", 4000)
+        keys = [key for key, _ in storage.list("") if key != "footers/000000000001"]
+        assert keys == [log_key(1), "packs/aa/one", "sessions/x"]
+    hosts[1].delete("packs/aa/one")
+    assert site.files("packs/aa/one") == [False] * 3
+
+
+def test_a_host_that_lacks_entries_gets_them_before_the_next(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    for n in (1, 2, 3):
+        assert hosts[0].put_new(log_key(n), entry(n))
+    for n in (2, 3):  # as if the appender had died before it came to this host
+        (site.roots[2] / log_key(n)).unlink()
+    assert hosts[2].read(log_key(3)) == entry(3)
+    assert hosts[2].put_new(log_key(4), entry(4))
+    assert [site.files(log_key(n)) for n in (2, 3, 4)] == [[True] * 3] * 3
+
+
+def test_a_silent_host_is_not_an_empty_one(
+    site: Site, hosts: list[HostsStorage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "CONNECT_S", 0.5)
+    monkeypatch.setattr(peer, "PAUSE_S", 0.01)
+    written(hosts[0], "packs/aa/one", b"pack")
+    site.servers[0].close()
+    assert hosts[2].read("packs/aa/one") == b"pack", "its taker has it"
+    for ask in (
+        lambda: hosts[2].read("packs/aa/two"),
+        lambda: hosts[2].size("packs/aa/two"),
+        lambda: list(hosts[2].list("packs/")),
+        lambda: hosts[2].put_new(log_key(1), entry(1)),
+    ):
+        with pytest.raises(Unavailable):
+            ask()
+    with pytest.raises(NotFound):
+        hosts[2].read("footers/000000000001")
+    assert site.files(log_key(1)) == [False] * 3
+
+
+def test_a_host_of_another_job_changes_nothing_for_this_one(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    site.join("job-2", but=0)
+    for change in (
+        lambda: hosts[0].put_new(log_key(1), entry(1)),
+        lambda: written(hosts[0], "packs/aa/one", b"pack"),
+        lambda: hosts[0].delete("packs/aa/two"),
+    ):
+        with pytest.raises(Unavailable, match="has joined another job"):
+            change()
+    assert site.files(log_key(1))[1:] == [False] * 2
+
+
+def test_who_has_not_the_token_gets_nothing(site: Site, hosts: list[HostsStorage]) -> None:
+    written(hosts[0], "packs/aa/one", b"pack")
+    known = hosts[1]._members.agents[0]
+    for agent in (replace(known, token="token-host-1"), replace(known, token="")):
+        stranger = peer.Peer("host-0", agent, "job-1")
+        with pytest.raises(Unavailable, match="401"):
+            stranger.read("packs/aa/one")
+        stranger.close()
+    elsewhere = peer.Peer("host-0", replace(known, instance="another"), "job-1")
+    with pytest.raises(Unavailable, match="none of its addresses"):
+        elsewhere.read("packs/aa/one")
+    inside = peer.Peer("host-0", known, "job-1")
+    with pytest.raises(Unavailable, match="400"):
+        inside.read("../host-1.hosts/hosts.json")
+    inside.close()
+
+
+def test_an_answer_that_was_lost_is_no_acknowledgement(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    """The entry had reached the first host alone. Who finds it there brings it to the others."""
+    site.put(0, log_key(1), entry(1))
+    assert not hosts[1].put_new(log_key(1), entry(1))
+    assert site.files(log_key(1)) == [True] * 3
+    site.put(0, log_key(2), entry(2))
+    assert hosts[1].read(log_key(2)) == entry(2)
+    assert site.files(log_key(2)) == [True] * 3, "a reader may act on it"
+    site.put(0, log_key(3), entry(3))
+    site.servers[2].close()
+    for ask in (
+        lambda: hosts[0].put_new(log_key(3), entry(3)),
+        lambda: hosts[0].read(log_key(3)),
+    ):
+        with pytest.raises(Unavailable):
+            ask()
+
+
+def test_what_is_damaged_on_a_host_is_read_from_another(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    written(hosts[0], "packs/aa/one", b"pack" * 1000)
+    assert hosts[1].put_new(log_key(1), entry(1))
+    site.damage(0, "packs/aa/one")
+    site.damage(0, log_key(1))
+    assert hosts[0].read(log_key(1)) == entry(1)
+    damaged = hosts[0].read("packs/aa/one")
+    assert damaged != b"pack" * 1000 == hosts[0].read("packs/aa/one" + COPY)
+    assert hosts[2].read("packs/aa/one") == damaged, "from the first host that has it"
+    assert hosts[2].read("packs/aa/one" + COPY) == b"pack" * 1000
+
+
+def test_a_host_that_lost_its_directory_serves_nothing(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    """Empty, it would pass for a host that has an empty log."""
+    written(hosts[0], "packs/aa/one", b"pack")
+    rmtree(site.roots[0])
+    with pytest.raises(Unavailable, match="has lost its directory"):
+        hosts[2].read("packs/aa/two")
+    site.roots[0].mkdir()
+    with pytest.raises(Unavailable, match="has lost its directory"):
+        hosts[1].put_new(log_key(1), entry(1))
+
+
+def test_a_host_whose_directory_was_emptied_serves_nothing(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    assert hosts[1].put_new("ckptstore.json", b"{}") and hosts[1].put_new(log_key(1), entry(1))
+    for path in site.roots[0].iterdir():
+        rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(Unavailable, match="has lost its directory"):
+        hosts[1].put_new(log_key(1), entry(1, 7))
+
+
+def test_a_process_of_an_older_job_changes_nothing_on_its_own_host(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    hosts[0].put("ckptstore.json", b"{}")
+    site.join("job-2")
+    for change in (
+        lambda: hosts[0].put_new(log_key(1), entry(1)),
+        lambda: hosts[0].put("ckptstore.json", b"[]"),
+        lambda: hosts[0].delete("ckptstore.json"),
+    ):
+        with pytest.raises(Unavailable, match="has joined another job"):
+            change()
+    assert (site.roots[0] / "ckptstore.json").read_bytes() == b"{}"
+    assert site.files(log_key(1)) == [False] * 3
+
+
+def test_a_job_enters_a_host_as_it_told_or_not_at_all(site: Site) -> None:
+    root = site.roots[0]
+    told, job = before(root), read_members(root)
+    enter(root, told, replace(job, job="job-2"))
+    with pytest.raises(Conflict, match="another job has begun"):
+        enter(root, told, replace(job, job="job-3"))
+    with pytest.raises(Unavailable, match="has joined another job"):
+        join_lineage(root, job, ("job-1",), 0)
+    assert before(root) == ("job-2", ())
+
+
+def test_an_agent_is_idle_when_no_process_of_its_host_has_the_store(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    server = site.servers[1]
+    server.asked_at -= 100
+    assert not server.is_idle(50)
+    hosts[1].close()
+    server.asked_at -= 100
+    assert server.is_idle(50) and server.is_in_place()
+
+
+def test_a_damaged_entry_is_replaced_by_what_another_host_has(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    for n in (1, 2):
+        assert hosts[0].put_new(log_key(n), entry(n))
+    site.damage(2, log_key(1))
+    asked = peers_of(read_members(site.roots[0]))[2]
+    assert asked.read(log_key(1)) != entry(1)
+    with closing(open_storage(site.roots[2])) as own:
+        peer = peers_of(read_members(site.roots[2]))[0]
+        replace_damaged(own, [peer], lambda: in_job(site.roots[2], "job-1"))
+        peer.close()
+    assert asked.read(log_key(1)) == entry(1), "also by an agent that has served it before"
+    asked.close()
