@@ -3,7 +3,13 @@
 from ckptstore.objects import canonical
 from ckptstore.objects.canonical import field
 from ckptstore.objects.codecs import PATCH
-from ckptstore.objects.documents import Layout, LeafPlacement, decode_document, decode_layout
+from ckptstore.objects.documents import (
+    Layout,
+    LeafPlacement,
+    decode_config,
+    decode_document,
+    decode_layout,
+)
 from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, bases_of
 from ckptstore.objects.pages import decode_page, join_pages, split_pages
 from ckptstore.objects.patches import BASES_MAX, DEPTH_MAX

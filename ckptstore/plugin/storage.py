@@ -9,4 +9,4 @@ from ckptstore.storage.contract import (
     Writer,
     put_finished,
 )
-from ckptstore.storage.reserve import RESERVE_BYTES
+from ckptstore.storage.reserve import RESERVE_BYTES, RESERVE_KEY, ensure_reserve

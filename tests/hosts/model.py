@@ -74,7 +74,8 @@ def chosen_of(world: World, hosts: tuple[int, ...]) -> int | None:
     for h in hosts:
         at = world.hosts[h]
         has = at.config or (at.log and not world.rules.looks_for_config)
-        facts.append(HostFacts(str(h), "store" if has else "", at.lineage, len(at.log)))
+        lineage = at.lineage if has else ()
+        facts.append(HostFacts(str(h), "store" if has else "", lineage, len(at.log)))
     if not world.rules.compares_lineages:
         having = [h for h in hosts if world.hosts[h].config]
         return max(having, key=lambda h: len(world.hosts[h].log), default=None)
@@ -98,7 +99,7 @@ def job(world: World, name: str, hosts: tuple[int, ...], random: Random) -> Iter
     for h in random.sample(hosts, len(hosts)):
         if rules.enters_once and (at[h].job, at[h].lineage) != told[h]:
             return
-        at[h].job = name
+        at[h].job, at[h].lineage = name, at[h].lineage if at[h].config else ()
         yield
     for h in random.sample(hosts, len(hosts)):
         while True:

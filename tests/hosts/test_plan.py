@@ -1,13 +1,14 @@
 """Whose log holds, and who has copies: drawn at random, nothing acknowledged is dropped."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import Conflict
-from ckptstore.plugins.hosts.plan import HostFacts, choose_log, missing_copies, partners
+from ckptstore.errors import Conflict, Corrupt
+from ckptstore.plugins.hosts.plan import Copy, HostFacts, choose_log, missing_copies, partners
 
 
 class Host:
@@ -73,6 +74,15 @@ def test_hosts_that_went_on_separately_are_not_joined() -> None:
     assert choose_log([HostFacts("new")]) is None
 
 
+def test_a_host_with_a_damaged_configuration_gets_that_of_the_others() -> None:
+    a, bad = HostFacts("a", "s", ("1", "2"), 5), HostFacts("bad", lineage=("1",), damaged="bits")
+    assert choose_log([bad, a]) == 1
+    with pytest.raises(Corrupt, match="bits"):
+        choose_log([bad, HostFacts("new")])
+    with pytest.raises(Conflict, match="gone on separately"):
+        choose_log([replace(bad, lineage=("3",)), a])
+
+
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), st.integers(0, 3))
 def test_copies_are_shared_out_evenly_and_go_to_other_domains(
     domains: list[str], copies: int
@@ -86,10 +96,24 @@ def test_copies_are_shared_out_evenly_and_go_to_other_domains(
         assert all(domains[takes[0]] != domains[host] for host, takes in takers.items())
 
 
-def test_a_pack_with_too_few_copies_gets_one() -> None:
+def test_a_pack_with_too_few_copies_gets_them() -> None:
     takers = {0: (1,), 1: (2,), 2: (0,)}
     have = {"alone": [2], "whole": [0, 1], "elsewhere": [1, 0], "odd": [0, 2]}
-    assert missing_copies(have, takers) == {"alone": (2, 1)}, "the one that has fewest"
+    assert missing_copies(have, takers) == [Copy("alone", 2, 1)], "the one that has fewest"
     assert not missing_copies({"alone": [0]}, {0: ()})
     left = {"a": [0], "b": [0], "c": [0, 2], "d": [2]}  # host 1 is new; it took from 0, 2 from it
-    assert missing_copies(left, takers) == {"a": (0, 1), "b": (0, 1), "d": (2, 1)}
+    assert missing_copies(left, takers) == [Copy("a", 0, 1), Copy("b", 0, 1), Copy("d", 2, 1)]
+
+
+@given(st.integers(1, 5), st.integers(0, 5), st.data())
+def test_every_pack_gets_all_its_copies_at_once(
+    hosts: int, copies: int, drawn: st.DataObject
+) -> None:
+    takers = partners([str(i) for i in range(hosts)], copies)
+    some = st.lists(st.integers(0, hosts - 1), min_size=1, unique=True)
+    have = drawn.draw(st.dictionaries(st.sampled_from("abcd"), some))
+    having = {key: {*there} for key, there in have.items()}
+    for copy in missing_copies(have, takers):
+        assert copy.source in have[copy.key] and copy.taker not in having[copy.key]
+        having[copy.key].add(copy.taker)
+    assert all(len(there) >= min(copies, hosts - 1) + 1 for there in having.values())

@@ -1,6 +1,7 @@
 """Objects that lie on several hosts are one storage; what one host lacks or is silent about is not
 said to be absent."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -10,7 +11,7 @@ from shutil import rmtree
 import pytest
 
 from ckptstore.core.ids import SessionId, log_key
-from ckptstore.errors import Conflict, NotFound, Unavailable
+from ckptstore.errors import Conflict, NoSpace, NotFound, Unavailable
 from ckptstore.interop.torchft.wire import Invitation
 from ckptstore.log.entries import Entry, Settings, decode_entry, encode_entry, origin
 from ckptstore.plugins.hosts import peer
@@ -28,8 +29,10 @@ from ckptstore.plugins.hosts.members import (
 from ckptstore.plugins.hosts.storage import HostsStorage, peers_of
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import COPY, Storage
+from ckptstore.storage.reserve import RESERVE_KEY, ensure_reserve
 from tests.log.model.world import STORE
 from tests.storage.test_backend import BackendContract
+from tests.support.mounts import leave_free, small_disk, small_disk_problem
 
 SESSION = SessionId("5" * 24)
 
@@ -48,7 +51,7 @@ class Site:
         self.roots = [folder / f"host-{i}" for i in range(3)]
         self.servers = []
         for root in self.roots:
-            root.mkdir()
+            root.mkdir(exist_ok=True)
             server = AgentServer(root, f"instance-{root.name}", f"token-{root.name}")
             stack.callback(server.close)
             self.servers.append(server)
@@ -62,7 +65,7 @@ class Site:
         names = tuple(root.name for root in self.roots)
         for me, root in enumerate(self.roots):
             if me != but:
-                write_members(root, Members(job, me, names, agents, ((me + 1) % 3,)))
+                write_members(root, Members(job, me, names, agents, ((me + 1) % 3,), (job,)))
 
     def put(self, host: int, key: str, data: bytes) -> None:
         """As if a writer had died before it came to the next host."""
@@ -282,7 +285,17 @@ def test_a_job_enters_a_host_as_it_told_or_not_at_all(site: Site) -> None:
         enter(root, told, replace(job, job="job-3"))
     with pytest.raises(Unavailable, match="has joined another job"):
         join_lineage(root, job, ("job-1",), 0)
-    assert before(root) == ("job-2", ())
+    assert before(root) == ("job-2", ("job-1",))
+
+
+def test_nobody_opens_a_store_whose_hosts_have_not_joined_yet(site: Site) -> None:
+    """Logs may still differ: a gc would delete packs of commits that this host lacks."""
+    root = site.roots[0]
+    enter(root, before(root), replace(read_members(root), job="job-2"))
+    with pytest.raises(Unavailable, match="have not joined yet"):
+        HostsStorage(root, read_only=True)
+    join_lineage(root, read_members(root), ("job-1", "job-2"), 0)
+    HostsStorage(root).close()
 
 
 def test_an_agent_is_idle_when_no_process_of_its_host_has_the_store(
@@ -310,3 +323,43 @@ def test_a_damaged_entry_is_replaced_by_what_another_host_has(
         peer.close()
     assert asked.read(log_key(1)) == entry(1), "also by an agent that has served it before"
     asked.close()
+
+
+def test_a_full_host_refuses_whole_packs_and_takes_entries_that_others_have(tmp_path: Path) -> None:
+    """After `NoSpace` nothing is there, so that its caller may delete what it refers to."""
+    if reason := small_disk_problem():
+        pytest.skip(reason)
+    with small_disk(tmp_path / "host-2", size_bytes=4 << 20), ExitStack() as stack:
+        site = Site(tmp_path, stack)
+        hosts = [HostsStorage(root) for root in site.roots]
+        for storage in hosts:
+            stack.callback(storage.close)
+        ensure_reserve(hosts[0])
+        assert site.files(RESERVE_KEY) == [True] * 3
+        leave_free(site.roots[2], 0)
+        with pytest.raises(NoSpace):
+            written(hosts[1], "packs/aa/one", b"pack" * 1000)
+        assert site.files("packs/aa/one") == [False] * 3
+        assert hosts[0].put_new(log_key(1), entry(1)), "in the room of the reserve"
+        assert (site.files(log_key(1)), site.files(RESERVE_KEY)[2]) == ([True] * 3, False)
+        leave_free(site.roots[2], 0)
+        with pytest.raises(Unavailable) as failed:
+            hosts[0].put_new(log_key(2), entry(2))
+        assert not isinstance(failed.value, NoSpace), "the first host has it"
+        (site.roots[2] / "ballast").unlink()
+        assert hosts[1].read(log_key(2)) == entry(2)
+        assert site.files(log_key(2)) == [True] * 3
+
+
+def test_an_object_without_a_length_is_not_made_empty(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    head = (
+        f"PUT /ckptstore/1/objects/packs/aa/one HTTP/1.1\r\nHost: a\r\nCkptstore-Job: job-1\r\n"
+        f"Authorization: Bearer token-{site.roots[0].name}\r\nCkptstore-New: 1\r\n"
+    )
+    for length in ("", "Transfer-Encoding: chunked\r\n", "Content-Length: 9999999999\r\n"):
+        with socket.create_connection(("127.0.0.1", site.servers[0].port), 5) as asking:
+            asking.sendall(f"{head}{length}\r\n".encode())
+            assert b" 400 " in asking.recv(1000)
+    assert site.files("packs/aa/one") == [False] * 3

@@ -19,7 +19,14 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import unquote
 
-from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NoSpace, NotFound
+from ckptstore.errors import (
+    CkptStoreError,
+    Conflict,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    Unavailable,
+)
 from ckptstore.interop.torchft.server import Handler, Refused, TransportServer
 from ckptstore.interop.torchft.wire import HELLO_PATH, Invitation
 from ckptstore.plugin.model import CONFIG_KEY, MIB, log_key, new_session_id
@@ -38,7 +45,7 @@ SIZE_HEADER = "Ckptstore-Size"
 
 OBJECTS, LISTS = "/ckptstore/1/objects/", "/ckptstore/1/list/"
 ENTRY = re.compile(r"log/(\d{12})")
-OBJECT_BYTES_MAX = 1 << 30
+OBJECT_BYTES_MAX = 900_000_000
 IDLE_S = 1800.0
 TIMEOUT_S = 300.0
 
@@ -117,11 +124,15 @@ class _ObjectHandler(Handler):
                 self._send_object(self._key())
 
     def do_PUT(self) -> None:
-        self._left = length = self._number("Content-Length") or 0
+        length = self._number("Content-Length")
+        self._left = length or 0
         with self._answering():
-            if length > OBJECT_BYTES_MAX:
+            if length is None or length > OBJECT_BYTES_MAX:
                 self.close_connection = True  # the rest is not read
-                raise Refused(HTTPStatus.BAD_REQUEST, f"wanted at most {OBJECT_BYTES_MAX} bytes")
+                raise Refused(
+                    HTTPStatus.BAD_REQUEST,
+                    f"wanted a Content-Length of at most {OBJECT_BYTES_MAX} bytes",
+                )
             created = self._create(self._key(), length)
             self._answer(HTTPStatus.CREATED if created else HTTPStatus.OK, b"")
 
@@ -247,7 +258,10 @@ class _ObjectHandler(Handler):
                     return False
         finally:
             writer.discard()
-        self._storage.sync_dirs((key,))
+        try:
+            self._storage.sync_dirs((key,))
+        except NoSpace as error:  # callers take it for "not created", but the name is there
+            raise Unavailable(f"{key} is there, but not known to be durable: {error}") from error
         return created
 
     def _check_earlier(self, key: str) -> None:

@@ -31,12 +31,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+)
 from ckptstore.interop.torchft.wire import Invitation
 from ckptstore.plugin.handles import StoreHandle, read_config
 from ckptstore.plugin.model import CONFIG_KEY, log_key, pack_key
 from ckptstore.plugin.ranks import collective_of
-from ckptstore.plugin.storage import Storage, open_storage
+from ckptstore.plugin.storage import Storage, ensure_reserve, open_storage
 from ckptstore.plugins.hosts.agent import ENTRY
 from ckptstore.plugins.hosts.members import (
     AGENT_NAME,
@@ -140,8 +147,7 @@ class _Joining:
         self._share("join: log", lambda: self._take_log(job, chosen, head))
         self._share("join: copies", lambda: self._take_copies(job))
         self._share("join: lineage", lambda: join_lineage(self._root, job, lineage, head))
-        if self._peers.leads and chosen is not None:
-            warn_of_lost(self._root)
+        self._peers.share("join: end", lambda: self._end(job, chosen))
 
     def _share(self, what: str, act: Callable[[], object]) -> None:
         """A round in which the first rank of each host acts for it."""
@@ -151,6 +157,20 @@ class _Joining:
                 act()
 
         self._peers.share(what, mine)
+
+    def _end(self, job: Members, chosen: int | None) -> None:
+        """Check that this rank lives on the host that it named; say what is lost."""
+        try:
+            here = read_members(self._root).job
+        except NotFound:
+            here = ""
+        if here != job.job:
+            raise InvalidInput(
+                f"{self._root} of this rank is not that of the first rank of host {self._name}: "
+                f"give each host a name of its own (host= or ${HOST_VARIABLE}), and one directory"
+            )
+        if self._peers.leads and chosen is not None:
+            warn_of_lost(self._root)
 
     def _tell(self) -> Any:
         """What the host of this rank has, if it acts for it."""
@@ -178,12 +198,21 @@ class _Joining:
         if chosen is not None:
             with self._hosts(job) as (own, peers):
                 others = [peers[chosen]] if chosen != job.me else [*peers.values()]
-                replace_damaged(own, others, partial(in_job, self._root, job.job))
+                taking = partial(in_job, self._root, job.job)
+                with taking():
+                    ensure_reserve(own)
+                replace_damaged(own, others, taking)
 
     def _take_log(self, job: Members, chosen: int | None, head: int) -> None:
         if chosen is not None and chosen != job.me:
             with self._hosts(job) as (own, peers):
-                take_log(own, peers[chosen], head, partial(in_job, self._root, job.job))
+                take_log(
+                    own,
+                    peers[chosen],
+                    head,
+                    partial(in_job, self._root, job.job),
+                    knows_jobs=bool(job.lineage),
+                )
 
     @contextmanager
     def _hosts(self, job: Members) -> Iterator[tuple[Storage, Mapping[int, Peer]]]:
@@ -204,11 +233,11 @@ class _Joining:
                 for key, _ in source.list("packs/"):
                     have[key].append(host)
             wanted = missing_copies(have, self._takers)
-            mine = [(key, taker) for key, (source, taker) in wanted.items() if source == job.me]
-            for key, taker in mine:
-                peers[taker].put_new(key, memoryview(read_whole(own, key)))
+            mine = [copy for copy in wanted if copy.source == job.me]
+            for copy in mine:
+                peers[copy.taker].put_new(copy.key, memoryview(read_whole(own, copy.key)))
             if mine:
-                logger.info("%s: %d packs were copied to other hosts", self._name, len(mine))
+                logger.info("%s: %d copies of packs went to other hosts", self._name, len(mine))
 
 
 def warn_of_lost(root: Path) -> None:
@@ -242,24 +271,26 @@ class Told(NamedTuple):
 
 
 def facts_of(root: Path, name: str) -> HostFacts:
-    """What the directory `root` of this host has. Raises `Corrupt` for a damaged store."""
-    with closing(open_storage(root)) as own:
-        try:
-            store = read_config(own).store
-        except NotFound:
-            return HostFacts(name)
-        heads = [int(key[len("log/") :]) for key, _ in own.list("log/") if key[4:].isdecimal()]
+    """What the directory `root` of this host has. What lies beside it counts as absent if it is
+    damaged."""
     try:
         lineage = read_members(root).lineage
-    except NotFound:
+    except (Corrupt, NotFound):
         lineage = ()
-    return HostFacts(name, store, lineage, max(heads, default=0))
+    with closing(open_storage(root)) as own:
+        heads = [int(key[len("log/") :]) for key in _log_of(own)]
+        try:
+            return HostFacts(name, read_config(own).store, lineage, max(heads, default=0))
+        except NotFound:
+            return HostFacts(name)
+        except (Corrupt, InvalidInput) as error:
+            return HostFacts(name, lineage=lineage, damaged=str(error))
 
 
 def replace_damaged(own: Storage, others: Sequence[Peer], taking: Taking) -> None:
-    """Replace entries and documents of this host that are damaged, if another one has them
-    intact."""
-    for key in _log_of(own) + [key for key, _ in own.list("commits/")]:
+    """Replace what `check_intact` finds damaged on this host, if another one has it intact."""
+    config, documents = own.list(CONFIG_KEY), own.list("commits/")
+    for key in [*(key for key, _ in config), *_log_of(own), *(key for key, _ in documents)]:
         try:
             check_intact(key, own.read(key))
             continue
@@ -274,7 +305,7 @@ def replace_damaged(own: Storage, others: Sequence[Peer], taking: Taking) -> Non
                 break
 
 
-def take_log(own: Storage, source: Peer, head: int, taking: Taking) -> None:
+def take_log(own: Storage, source: Peer, head: int, taking: Taking, *, knows_jobs: bool) -> None:
     """Make the log of this host that of `source`, and take its documents.
 
     Entries that `source` lacks, or has otherwise, were not acknowledged: its job went on without
@@ -286,6 +317,11 @@ def take_log(own: Storage, source: Peer, head: int, taking: Taking) -> None:
     mine = _log_of(own)
     dropped = False
     while mine and (mine[-1] not in theirs or own.read(mine[-1]) != source.read(mine[-1])):
+        if not knows_jobs:
+            raise Conflict(
+                f"this host has entries that host {source.name} lacks, and does not know any more "
+                "which jobs it took part in; move the directory of one of them away"
+            )
         with taking():
             own.delete(mine.pop())
         dropped = True

@@ -163,3 +163,8 @@ def _write(path: Path, what: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

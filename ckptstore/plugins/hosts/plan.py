@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptstore.errors import Conflict
+from ckptstore.errors import Conflict, Corrupt
 
 LINEAGE = 1024
 """Jobs that a host remembers. One that was away for longer is refused."""
@@ -27,6 +27,17 @@ class HostFacts:
     store: str = ""
     lineage: tuple[str, ...] = ()
     head: int = 0
+    damaged: str = ""
+    """Why the configuration of its store cannot be read; it counts as a host without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A pack that the host `taker` is to get from `source`."""
+
+    key: str
+    source: int
+    taker: int
 
 
 def ring(domains: Sequence[str]) -> list[int]:
@@ -54,16 +65,18 @@ def choose_log(hosts: Sequence[HostFacts]) -> int | None:
     """The number of the host whose log holds; None if none has a store.
 
     Raises `Conflict` if hosts have gone on separately, so that each may have acknowledged what the
-    other lacks, or have different stores.
+    other lacks, or have different stores; `Corrupt` if no host has a configuration that is intact.
     """
     having = [i for i, host in enumerate(hosts) if host.store]
+    if not having and (why := next((host.damaged for host in hosts if host.damaged), None)):
+        raise Corrupt(f"no other host has a store: {why}")
     if not having:
         return None
     last = {hosts[i].lineage[-1] for i in having if hosts[i].lineage}
     best = max(having, key=lambda i: (len(last & {*hosts[i].lineage}), hosts[i].head, -i))
-    for i in having:
-        host, chosen = hosts[i], hosts[best]
-        if host.store != chosen.store:
+    chosen = hosts[best]
+    for host in hosts:
+        if host.store not in ("", chosen.store):
             raise Conflict(
                 f"host {host.name} has store {host.store} and host {chosen.name} {chosen.store}; "
                 "move one of them away, or name another directory"
@@ -78,17 +91,19 @@ def choose_log(hosts: Sequence[HostFacts]) -> int | None:
 
 def missing_copies(
     have: Mapping[str, Sequence[int]], takers: Mapping[int, tuple[int, ...]]
-) -> dict[str, tuple[int, int]]:
-    """By the key of a pack that lies on too few hosts, a host that has it and one that is to get
-    it: a neighbour in the ring, so that a replaced host gets what the lost one had. `have` are the
-    hosts of each key, `takers` what `partners` returns."""
+) -> list[Copy]:
+    """The copies of packs that lie on too few hosts. A neighbour in the ring takes each, so that a
+    replaced host gets what the lost one had. `have` are the hosts of each key, `takers` what
+    `partners` returns."""
     loads = Counter(host for hosts in have.values() for host in hosts)
-    wanted = {}
+    wanted = []
     for key, hosts in sorted(have.items()):
         source = min(hosts)
         near = {*takers[source], *(host for host, takes in takers.items() if source in takes)}
-        if len(hosts) <= len(takers[source]) and (takes := sorted(near - {*hosts})):
-            taker = min(takes, key=lambda host: loads[host])
+        takes = near - {*hosts}
+        for _ in range(len(hosts), len(takers[source]) + 1):
+            taker = min(takes, key=lambda host: (loads[host], host))
+            takes.remove(taker)
             loads[taker] += 1
-            wanted[key] = source, taker
+            wanted.append(Copy(key, source, taker))
     return wanted

@@ -17,15 +17,25 @@ import heapq
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NoSpace,
+    NotFound,
+    Unavailable,
+)
 from ckptstore.plugin.catalogs import decode_entry
-from ckptstore.plugin.encoding import decode_document
+from ckptstore.plugin.encoding import decode_config, decode_document
 from ckptstore.plugin.model import CONFIG_KEY, MIB, SessionId, log_key, parse_commit_id
 from ckptstore.plugin.storage import (
     COPY,
+    RESERVE_KEY,
     Capabilities,
     OpenFile,
     Storage,
@@ -41,8 +51,10 @@ logger = logging.getLogger("ckptstore")
 SCHEME = "hosts://"
 PACK_BYTES = 64 * MIB
 
-_EVERYWHERE = re.compile(rf"{re.escape(CONFIG_KEY)}|log/\d{{12}}|(commits|signatures)/.*")
-_DERIVED = re.compile(r"log/\D.*|footers/.*|reserve.*|index/.*")
+_EVERYWHERE = re.compile(
+    rf"{re.escape(CONFIG_KEY)}|{RESERVE_KEY}|log/\d{{12}}|(commits|signatures)/.*"
+)
+_DERIVED = re.compile(r"log/\D.*|footers/.*|index/.*")
 _DOCUMENT = re.compile(r"commits/.*-([0-9a-f]{64})")
 _SESSIONS = "sessions/"
 
@@ -84,6 +96,8 @@ class HostsStorage:
 
     def __init__(self, root: Path, *, read_only: bool = False) -> None:
         self._members = members = read_members(root)
+        if members.lineage[-1:] != (members.job,):
+            raise Unavailable(f"the hosts of {root} have not joined yet; start the job again")
         self._local = local = open_storage(root, read_only=read_only)
         self._own = _Own(root, members.job, local)
         self.url = f"{SCHEME}{root}"
@@ -156,14 +170,17 @@ class HostsStorage:
         created = first.put_new(key, data)
         if others:
             there = bytes(data) if created else first.read(key)
-            self._spread(key, there)
+            try:
+                self._spread(key, there)
+            except NoSpace as error:  # callers take it for "not created", but the first host has it
+                raise Unavailable(f"{key} is not on all hosts yet: {error}") from error
         return created
 
     def create(
         self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False
     ) -> Writer:
         own = self._local.create(key, session=session, unbuffered=unbuffered, aside=aside)
-        return _CopyingWriter(own, lambda: self._copy(key))
+        return _CopyingWriter(own, lambda: self._copy(key), lambda: self._withdraw(key))
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         self._local.sync_dirs(keys)
@@ -257,8 +274,16 @@ class HostsStorage:
         """Bring an object, and the entries before it, to its hosts in order. Raises `Conflict` if
         one has other bytes under its name."""
         for host in self._homes(key):
-            self._fill(host, key)
-            if not host.put_new(key, data) and host.read(key) != data:
+            try:
+                self._fill(host, key)
+                created = host.put_new(key, data)
+            except NoSpace:
+                if not ENTRY.fullmatch(key):
+                    raise
+                host.delete(RESERVE_KEY)  # a host before this one has the entry, so it is written
+                self._fill(host, key)
+                created = host.put_new(key, data)
+            if not created and host.read(key) != data:
                 raise Conflict(f"{key} has other bytes on host {host.name}; start the job again")
 
     def _fill(self, host: Host, key: str) -> None:
@@ -279,31 +304,47 @@ class HostsStorage:
                 if not taker.put_new(key, memoryview(data)) and taker.size(key) != len(data):
                     raise Conflict(f"{key} has other bytes on host {taker.name}; join again")
 
+    def _withdraw(self, key: str) -> None:
+        """Delete an object that not all of its hosts could take, as far as they answer."""
+        for host in self._homes(key):
+            with suppress(CkptStoreError):
+                host.delete(key)
+
 
 class _CopyingWriter:
-    """A writer whose object is finished when its takers have it, too."""
+    """A writer whose object is finished when its takers have it, too; otherwise it is discarded."""
 
-    def __init__(self, own: Writer, copy: Callable[[], None]) -> None:
-        self._own, self._copy = own, copy
+    def __init__(self, own: Writer, copy: Callable[[], None], withdraw: Callable[[], None]) -> None:
+        self._own, self._copy, self._withdraw = own, copy, withdraw
         self.append, self.discard = own.append, own.discard
 
     def finish(self) -> bool:
         created = self._own.finish()
-        self._copy()
+        try:
+            self._copy()
+        except BaseException:
+            if created:
+                self._withdraw()
+            raise
         return created
 
 
 def _read_intact(host: Host, key: str) -> bytes:
-    """An object. Raises `Corrupt` for an entry or a document whose hash says that it is damaged."""
+    """An object. Raises as `check_intact`."""
     data = host.read(key)
     check_intact(key, data)
     return data
 
 
 def check_intact(key: str, data: bytes) -> None:
-    """Raise `Corrupt` for an entry or a document that is damaged; its own hash tells."""
+    """Raise `Corrupt` for a damaged entry, document or configuration; its own hash tells."""
     if ENTRY.fullmatch(key):
         decode_entry(data)
+    elif key == CONFIG_KEY:
+        try:
+            decode_config(data, "this host")
+        except InvalidInput as error:
+            raise Corrupt(str(error)) from error
     elif document := _DOCUMENT.fullmatch(key):
         decode_document(data, parse_commit_id(document[1]))
 
