@@ -351,6 +351,20 @@ def test_a_full_host_refuses_whole_packs_and_takes_entries_that_others_have(tmp_
         assert site.files(log_key(2)) == [True] * 3
 
 
+def test_a_connection_is_kept_for_the_next_request(
+    site: Site, hosts: list[HostsStorage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    connected = peer.Peer._connected
+    monkeypatch.setattr(peer.Peer, "_connected", lambda self: opened.append(1) or connected(self))
+    asked = hosts[0]._peers[1]
+    for key in ("packs/aa/one", "packs/aa/two"):
+        assert asked.put_new(key, b"pack") and asked.size(key) == 4
+        asked.delete(key)
+        assert asked.size(key) is None
+    assert len(opened) == 1
+
+
 def test_an_object_without_a_length_is_not_made_empty(
     site: Site, hosts: list[HostsStorage]
 ) -> None:

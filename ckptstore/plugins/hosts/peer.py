@@ -138,6 +138,8 @@ class Peer:
                 kind = _ERRORS.get(answer.status, Unavailable)
                 raise kind(f"host {self.name} answers {answer.status}: {why}")
             yield answer
+            if answer.length == 0:
+                answer.read()  # else its connection is not free for the next request
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise Unavailable(f"host {self.name} broke off: {error!r}") from error
