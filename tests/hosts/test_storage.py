@@ -11,7 +11,7 @@ from shutil import rmtree
 import pytest
 
 from ckptstore.core.ids import SessionId, log_key
-from ckptstore.errors import Conflict, NoSpace, NotFound, Unavailable
+from ckptstore.errors import Conflict, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.interop.torchft.wire import Invitation
 from ckptstore.log.entries import Entry, Settings, decode_entry, encode_entry, origin
 from ckptstore.plugins.hosts import peer
@@ -20,6 +20,7 @@ from ckptstore.plugins.hosts.join import replace_damaged
 from ckptstore.plugins.hosts.members import (
     Members,
     before,
+    beside,
     enter,
     in_job,
     join_lineage,
@@ -377,3 +378,14 @@ def test_an_object_without_a_length_is_not_made_empty(
             asking.sendall(f"{head}{length}\r\n".encode())
             assert b" 400 " in asking.recv(1000)
     assert site.files("packs/aa/one") == [False] * 3
+
+
+def test_what_others_may_write_says_nothing_of_the_hosts(site: Site) -> None:
+    root = site.roots[0]
+    place = beside(root, "lock").parent
+    place.chmod(0o777)
+    for act in (lambda: HostsStorage(root), lambda: site.join("job-2")):
+        with pytest.raises(InvalidInput, match=r"others may write to .*host-0\.hosts"):
+            act()
+    place.chmod(0o700)
+    HostsStorage(root).close()

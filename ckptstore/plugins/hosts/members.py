@@ -14,8 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptstore.errors import CkptStoreError, Conflict, Corrupt, NotFound, Unavailable
+from ckptstore.errors import (
+    CkptStoreError,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    Unavailable,
+)
 from ckptstore.interop.torchft.wire import Invitation
+from ckptstore.plugin.files import distrust
 
 MEMBERS_NAME = "hosts.json"
 AGENT_NAME = "agent.json"
@@ -43,8 +51,15 @@ Before = tuple[str, tuple[str, ...]]
 
 
 def beside(root: Path, name: str) -> Path:
-    """The file `name` of the host that has its part of a store at `root`."""
-    return root.with_name(f"{root.name}.hosts") / name
+    """The file `name` of the host that has its part of a store at `root`. Raises `InvalidInput` if
+    others could have written it: it says who is asked for the store."""
+    directory = root.with_name(f"{root.name}.hosts")
+    if why := distrust(directory):
+        raise InvalidInput(
+            f"{why}; wanted a directory of {directory.name} that this user alone may write to: "
+            "remove it, or name another place than one that all users share"
+        )
+    return directory / name
 
 
 def write_members(root: Path, members: Members) -> None:
