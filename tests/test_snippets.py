@@ -23,7 +23,7 @@ NOT_RUN = Counter(
         "docs/mirrors.md": 1,  # a bucket and a database
         "docs/quick-start.md": 1,  # pip install
         "docs/ray.md": 2,
-        "docs/recovery.md": 1,  # a bucket, and ranks under torchrun
+        "docs/recovery.md": 2,  # a bucket, ranks under torchrun, several hosts
         "docs/serving.md": 4,  # transformers, PEFT and vLLM
         "docs/shared-store.md": 2,  # credentials; a database
         "docs/torch_checkpointing.md": 5,
