@@ -11,20 +11,23 @@ from shutil import rmtree
 import pytest
 
 from ckptstore.core.ids import SessionId, log_key
-from ckptstore.errors import Conflict, InvalidInput, NoSpace, NotFound, Unavailable
+from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.interop.torchft.wire import Invitation
 from ckptstore.log.entries import Entry, Settings, decode_entry, encode_entry, origin
 from ckptstore.plugins.hosts import peer
 from ckptstore.plugins.hosts.agent import AgentServer
 from ckptstore.plugins.hosts.join import replace_damaged
 from ckptstore.plugins.hosts.members import (
+    AGENT_NAME,
     Members,
     before,
     beside,
     enter,
     in_job,
     join_lineage,
+    read_agent,
     read_members,
+    write_agent,
     write_members,
 )
 from ckptstore.plugins.hosts.storage import HostsStorage, peers_of
@@ -378,6 +381,16 @@ def test_an_object_without_a_length_is_not_made_empty(
             asking.sendall(f"{head}{length}\r\n".encode())
             assert b" 400 " in asking.recv(1000)
     assert site.files("packs/aa/one") == [False] * 3
+
+
+def test_a_damaged_way_to_an_agent_is_said_to_be_damaged(site: Site) -> None:
+    root = site.roots[0]
+    agent = Invitation("instance", "token", (("127.0.0.1", 1),))
+    write_agent(root, agent)
+    assert read_agent(root) == agent
+    beside(root, AGENT_NAME).write_text("{}")
+    with pytest.raises(Corrupt, match="join again"):
+        read_agent(root)
 
 
 def test_what_others_may_write_says_nothing_of_the_hosts(site: Site) -> None:

@@ -54,7 +54,7 @@ from ckptstore.plugins.hosts.members import (
     in_job,
     invitation,
     join_lineage,
-    read_json,
+    read_agent,
     read_members,
 )
 from ckptstore.plugins.hosts.peer import Peer
@@ -328,7 +328,8 @@ def take_log(own: Storage, source: Peer, head: int, taking: Taking, *, knows_job
     if dropped:
         for key, _ in [*own.list("log/"), *own.list("footers/")]:
             if not key[4:].isdecimal():
-                own.delete(key)
+                with taking():
+                    own.delete(key)
     if own.size(CONFIG_KEY) is None:
         _take(own, source, CONFIG_KEY, taking)
     for prefix in ("commits/", "signatures/"):
@@ -355,7 +356,7 @@ def _log_of(host: Storage | Peer) -> list[str]:
 def _agent(root: Path) -> Invitation:
     """The agent of this host; it is started if none answers."""
     try:
-        known = invitation(read_json(beside(root, AGENT_NAME)))
+        known = read_agent(root)
         peer = Peer("this one", known, "")
         if peer.answers():
             return known
@@ -371,7 +372,7 @@ def _agent(root: Path) -> Invitation:
     until = time.monotonic() + START_S
     while time.monotonic() < until:
         try:
-            return invitation(read_json(beside(root, AGENT_NAME)))
+            return read_agent(root)
         except NotFound:
             time.sleep(0.02)
     raise Unavailable(f"no agent for {root} came up within {START_S:.0f} s")

@@ -151,13 +151,21 @@ def read_members(root: Path) -> Members:
 
 
 def invitation(said: Any) -> Invitation:
-    """An invitation from JSON. Raises `ValueError`, `KeyError` and `TypeError`."""
-    addresses = tuple((str(host), int(port)) for host, port in said["addresses"])
-    return Invitation(said["instance"], said["token"], addresses)
+    """An invitation from JSON. Raises `Corrupt`."""
+    try:
+        addresses = tuple((str(host), int(port)) for host, port in said["addresses"])
+        return Invitation(said["instance"], said["token"], addresses)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"this is no way to an agent: {error!r}; join again") from error
 
 
 def write_agent(root: Path, agent: Invitation) -> None:
     _write(beside(root, AGENT_NAME), asdict(agent))
+
+
+def read_agent(root: Path) -> Invitation:
+    """What `write_agent` wrote. Raises `NotFound` and `Corrupt`."""
+    return invitation(read_json(beside(root, AGENT_NAME)))
 
 
 def read_json(path: Path) -> Any:
