@@ -30,7 +30,7 @@ def ensure_reserve(storage: Storage) -> None:
         return
     try:
         there = storage.size(RESERVE_KEY) or 0
-    except Corrupt:
+    except (Corrupt, Unavailable):  # what was done before counts, and not this
         there = 0
     for size in range(RESERVE_BYTES, max(there, PROBE_BYTES - 1), -PROBE_BYTES):
         try:

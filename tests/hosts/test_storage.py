@@ -33,7 +33,7 @@ from ckptstore.plugins.hosts.members import (
 from ckptstore.plugins.hosts.storage import HostsStorage, peers_of
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import COPY, Storage
-from ckptstore.storage.reserve import RESERVE_KEY, ensure_reserve
+from ckptstore.storage.reserve import RESERVE_KEY, ensure_reserve, with_room
 from tests.log.model.world import STORE
 from tests.storage.test_backend import BackendContract
 from tests.support.mounts import leave_free, small_disk, small_disk_problem
@@ -402,3 +402,10 @@ def test_what_others_may_write_says_nothing_of_the_hosts(site: Site) -> None:
             act()
     place.chmod(0o700)
     HostsStorage(root).close()
+
+
+def test_what_was_appended_counts_although_a_host_fell_silent(
+    site: Site, hosts: list[HostsStorage]
+) -> None:
+    site.servers[1].close()
+    assert with_room(hosts[0], lambda: "appended") == "appended"
