@@ -430,6 +430,7 @@ class AsyncCommits(Generic[S]):
     def close(self) -> None:
         """Stop the threads; nothing may be in flight."""
         self._hooks.remove()
+        self._background.close()
         self._copiers.close()
         self._stagers.close()
 

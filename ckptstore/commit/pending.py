@@ -324,6 +324,10 @@ class WhyNot(NamedTuple):
     hangs: bool = False
 
 
+LINGER_S = 60.0
+"""So long the thread of commits waits for the next one: to start another holds the caller, who
+waits for its first sign of life."""
+
 NOTICE_S = 4.0
 """Implicit waits are reported on stderr each time this many seconds have passed."""
 
@@ -342,7 +346,7 @@ class Background:
         began."""
         self._jobs: deque[Callable[[], object]] = deque()
         self._pending: list[Pending[Any]] = []
-        self._working = False
+        self._working = self._idle = self._closed = False
         self._changed = Condition()
 
     def raise_failure(self, note: str, before: Pending[Any] | None = None, *, newer: bool) -> None:
@@ -403,10 +407,20 @@ class Background:
             self._pending.append(pending)
         self._have_worked()
 
+    def close(self) -> None:
+        """End the thread, which waits for more work; nothing may be in flight."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def _have_worked(self) -> None:
-        """Start a thread for the waiting work. If one runs already, the new one ends at once."""
+        """Wake the thread for the waiting work, or start one. If one runs already, the new one ends
+        at once."""
         with self._changed:
             if self._working or not self._jobs:
+                return
+            if self._idle:
+                self._changed.notify_all()
                 return
         try:
             _have_exits_watched(os.getpid())
@@ -473,19 +487,23 @@ class Background:
 
     def _run_aside(self) -> None:
         step_aside()
-        self._run()
+        self._run(LINGER_S)
 
-    def _run(self) -> None:
+    def _run(self, linger_s: float = 0.0) -> None:
         with self._changed:
-            if self._working:
+            if self._working or self._idle:
                 return
             self._working = True
         while True:
             with self._changed:
                 if not self._jobs:
-                    self._working = False
+                    self._working, self._idle = False, True
                     self._changed.notify_all()
-                    return
+                    self._changed.wait_for(lambda: self._jobs or self._closed, linger_s)
+                    self._idle = False
+                    if not self._jobs:
+                        return
+                    self._working = True
                 work = self._jobs.popleft()
             work()
             del work  # frees the state, which must not live until the next commit
@@ -497,8 +515,10 @@ _everybody: WeakSet[Background] = WeakSet()
 
 
 def _watch_exit() -> None:
-    """Report what the interpreter waits for at exit."""
+    """Report what the interpreter waits for at exit, and let threads end that only wait."""
     threading.main_thread().join()
+    for background in list(_everybody):
+        background.close()
     while any(background.tell_if_busy() for background in list(_everybody)):
         pass
 

@@ -35,7 +35,7 @@ class Placed(NamedTuple):
 
 def is_checkpointable(tensor: Any) -> bool:
     """Whether `boxes_of` is for this tensor, unless its class says what it holds."""
-    return all(hasattr(tensor, name) for name in GEOMETRY)
+    return hasattr(tensor, MARK) and all(hasattr(tensor, name) for name in GEOMETRY)
 
 
 def boxes_of(tensor: Any) -> tuple[Shape, tuple[Placed, ...]]:

@@ -169,8 +169,8 @@ class _Walk:
 
     def _visit(self, value: Any, path: str) -> Node | int:
         try:
-            strided = type(value) is torch.Tensor and tensors.is_strided(value)
-            if strided and not value.requires_grad and not vars(value):  # by far the most
+            is_bare = type(value) is torch.Tensor and not value.requires_grad and not vars(value)
+            if is_bare and tensors.is_strided(value):  # by far the most
                 return self._tensor(value, path)
             found = self._leaf_or_parts(value, path)
             if isinstance(found, int):
@@ -188,12 +188,13 @@ class _Walk:
             return split_distributed(value, without_attributes) or self._distributed(value, path)
         if type(value) is bytes:
             return self._leaf(path, "bytes", BytesSource(value))
-        parts = self._split(value, path)
-        if parts is not None:
-            return parts
-        encoded = values.encode_value(value)
-        if encoded is not values.NOT_A_VALUE:
-            return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
+        if type(value) is not dict:  # which none of these looks into
+            parts = self._split(value, path)
+            if parts is not None:
+                return parts
+            encoded = values.encode_value(value)
+            if encoded is not values.NOT_A_VALUE:
+                return self._leaf(path, "value", BytesSource(values.encode_leaf(encoded)))
         if self._plain and type(value) in (dict, list) and len(value) > PLAIN_ITEMS:
             encoded = values.encode_plain(value)
             if encoded is not values.NOT_A_VALUE:

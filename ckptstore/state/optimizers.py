@@ -52,8 +52,9 @@ class ParameterNames:
     def _found(self) -> IdentityDict[torch.Tensor, _Found]:
         found: IdentityDict[torch.Tensor, _Found] = IdentityDict()
         for keys, module in found_in(self._app_state, _is_module):
+            place = ".".join(map(str, keys))
             for name, parameter in named_parameters_of(module):
-                found.setdefault(parameter, _Found(".".join(map(str, keys)), name))
+                found.setdefault(parameter, _Found(place, name))
         return found
 
     def sharded(self, optimizer: Optimizer) -> "ShardedOptimizer | None":
@@ -65,8 +66,10 @@ class ParameterNames:
         for _, module in found_in(self._app_state, _is_module):
             groups = (each.process_group for each in module.modules() if isinstance(each, wrapper))
             group = next(groups, None)
+            if group is None:
+                continue
             own = IdentityDict((each, True) for each in module.parameters())
-            if group is not None and all(each in own for each in parameters_of(optimizer)):
+            if all(each in own for each in parameters_of(optimizer)):
                 return ShardedOptimizer(module, optimizer, group)
         return None
 
@@ -88,7 +91,8 @@ class ParameterNames:
         None if a parameter is in no module, or two have one name.
         """
         parameters = parameters_of(optimizer)
-        found = [(each, self._found[each]) for each in parameters if each in self._found]
+        known = self._found
+        found = [(each, known[each]) for each in parameters if each in known]
         several = len({place.module for _, place in found}) > 1
         names = [(each, f"{m}.{name}" if several else name) for each, (m, name) in found]
         is_whole = len(found) == len(parameters) == len({name for _, name in names})

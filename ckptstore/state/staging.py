@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import finalize
 
 import torch
@@ -109,13 +109,14 @@ def plan_staging(
     Those of the leaves `lazy` that nothing else shares memory with may be copied later. Leaves
     whose chunks are known stay where they are.
     """
-    tensor_leaves = {
-        n: source
-        for n, source in enumerate(sources)
-        if isinstance(source, TensorSource) and source.known_ids is None
-    }
-    small = tuple(n for n, source in tensor_leaves.items() if source.nbytes <= INLINE_BYTES)
-    large = {n: source for n, source in tensor_leaves.items() if source.nbytes > INLINE_BYTES}
+    small: list[int] = []
+    large: dict[int, TensorSource] = {}
+    for n, source in enumerate(sources):
+        if isinstance(source, TensorSource) and source.known_ids is None:
+            if source.nbytes > INLINE_BYTES:
+                large[n] = source
+            else:
+                small.append(n)
     offsets: dict[int, int] = {}
     copies: list[Copy] = []
     later: list[Iterable[Copy]] = []
@@ -139,7 +140,7 @@ def plan_staging(
     return StagingPlan(
         end,
         offsets,
-        small,
+        tuple(small),
         tuple(sorted(borrowed)),
         tuple(_tasks(copies)),
         tuple(_tasks(in_order)),
@@ -173,8 +174,7 @@ def stage(
     return with_leaves(flats, sources)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(NamedTuple):
     """Leaves that are copied together, each at its offset: those whose memory overlaps, or one that
     must be gathered."""
 
@@ -195,7 +195,7 @@ class _Group:
 def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
     plain: list[tuple[int, int]] = []
     for n, source in sources.items():
-        if tensors.is_plain(source.tensor):
+        if source.is_plain:
             plain.append((source.tensor.data_ptr(), n))
         else:
             yield _Group(0, source.nbytes, {n: 0})

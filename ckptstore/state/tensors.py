@@ -401,23 +401,23 @@ class TensorSource(StagedSource):
     launched there. Keeps the tensor alive; threads may stage side by side. With `known_ids`, it is
     read, and compared with its ids, only where the store lacks a chunk."""
 
-    __slots__ = ("_resolved", "stream", "tensor")
+    __slots__ = ("is_plain", "stream", "tensor")
 
     def __init__(self, tensor: torch.Tensor, known_ids: bytes | None = None) -> None:
         self.tensor, self.known_ids = tensor, known_ids
-        self._resolved = is_resolved(tensor)
-        self.stream = current_stream(tensor)
+        is_here = tensor.is_cpu
+        self.is_plain = is_here and tensor.is_contiguous() and is_resolved(tensor)
+        self.stream = None if is_here else current_stream(tensor)
         self.nbytes, self.width = tensor.nbytes, tensor.itemsize
 
     def memory(self) -> memoryview | None:
         """The bytes where they are, or None if they must be staged (another device, not contiguous,
         a conjugate view)."""
-        is_there = self.tensor.is_cpu and self.tensor.is_contiguous()
-        return memory_of(self.tensor) if self._resolved and is_there else None
+        return memory_of(self.tensor) if self.is_plain else None
 
     def read_all(self) -> bytes:
         """A copy of the bytes: of small tensors in half the time of one through `memory`."""
-        if self._resolved and self.tensor.is_cpu and self.tensor.is_contiguous():
+        if self.is_plain:
             return ctypes.string_at(self.tensor.data_ptr(), self.nbytes)
         return super().read_all()
 

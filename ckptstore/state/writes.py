@@ -12,7 +12,7 @@ Nothing else is trusted, since many writes leave `_version` unchanged (docs/asyn
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -30,7 +30,7 @@ from ckptstore.core.model import INLINE_BYTES
 from ckptstore.state import tensors
 from ckptstore.state.leaf_sources import Source
 from ckptstore.state.shards import held_of, is_distributed
-from ckptstore.state.stateful import found_in, parameters_of
+from ckptstore.state.stateful import parameters_of
 from ckptstore.state.tensors import TensorSource
 
 logger = logging.getLogger("ckptstore")
@@ -85,10 +85,12 @@ def optimizers_in(app_state: Mapping[str, Any]) -> list[Optimizer]:
 def changed_by_steps(optimizers: Sequence[Optimizer], sources: Sequence[Source]) -> frozenset[int]:
     """The numbers of the leaves that lie in memory which only steps of `optimizers` write: their
     parameters and their state."""
-    written = chain.from_iterable(
-        _memories_of(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)
-    )
-    owned = {_storage(tensor) for tensor in written if tensors.is_strided(tensor)}
+    owned = {
+        _storage(part)
+        for optimizer in optimizers
+        for tensor in _tensors_of(optimizer)
+        for part in _memories_of(tensor)
+    }
     return frozenset(
         n
         for n, source in enumerate(sources)
@@ -102,9 +104,16 @@ def versions(sources: Sequence[Source], leaves: Iterable[int]) -> dict[int, int]
     return {n: tensor._version for n, tensor in read.items() if not tensor.is_inference()}
 
 
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    yield from parameters_of(optimizer)
-    yield from (found for _, found in found_in(optimizer.state, tensors.is_tensor))
+def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = [*parameters_of(optimizer)]
+    containers: list[Any] = [optimizer.state]
+    for each in containers:  # which grows meanwhile
+        for value in each.values() if isinstance(each, Mapping) else each:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, Mapping | list | tuple):
+                containers.append(value)
+    return found
 
 
 def _memories_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -248,4 +257,9 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Where the memory of a tensor begins, which its views share; 0 for one that has none of its
+    own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:  # sparse ones
+        return 0

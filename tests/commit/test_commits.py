@@ -358,6 +358,7 @@ def test_copies_are_written_directly_even_if_chunks_end_within_blocks(
 def test_without_threads_the_caller_makes_the_commit(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(in_flight, "LINGER_S", 0.0)
     store.commit_async(state(1), step=1)
     leave_committing(
         store

@@ -12,6 +12,7 @@ import torch
 
 import ckptstore
 from ckptstore import Async, KeepLast, Store, Unavailable
+from ckptstore.commit import pending
 from ckptstore.core.options import CommitProgress, Milestone
 
 
@@ -119,3 +120,34 @@ def test_a_failure_in_the_background_costs_one_commit(
             ways[way](store)
         assert any("all the same" in note for note in raised.value.__notes__)
         assert [info.step for info in store.log()] == [3, 1]
+
+
+def commit_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "ckptstore-commits"]
+
+
+def test_commits_share_a_thread_that_ends_with_the_store(tmp_path: Path) -> None:
+    before = commit_threads()
+    with ckptstore.open(tmp_path / "store") as store:
+        found = []
+        for step in range(3):
+            store.commit_async(state(step), step=step).wait()
+            found.append([each for each in commit_threads() if each not in before])
+    assert found[0] == found[1] == found[2] and len(found[0]) == 1
+    found[0][0].join(30)
+    assert not found[0][0].is_alive()
+
+
+def test_the_thread_ends_when_no_commit_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "LINGER_S", 0.01)
+    before = commit_threads()
+    with ckptstore.open(tmp_path / "store") as store:
+        for step in range(3):
+            store.commit_async(state(step), step=step).wait()
+            for each in commit_threads():
+                if each not in before:
+                    each.join(30)
+                    assert not each.is_alive()
+        assert [info.step for info in store.log()] == [2, 1, 0]

@@ -43,8 +43,9 @@ def interrupted_in(function: Callable[..., object], call: Callable[[], object]) 
 
 @pytest.mark.timeout(30)
 def test_commits_and_close_end_after_a_commit_was_interrupted_before_its_thread_began(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pending, "LINGER_S", 0.0)
     with ckptstore.open(tmp_path / "store") as store:
         store.commit({"t": torch.zeros(1000)}, step=0)
         interrupted_in(
