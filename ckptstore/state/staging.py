@@ -119,20 +119,23 @@ def plan_staging(
                 small.append(n)
     offsets: dict[int, int] = {}
     copies: list[Copy] = []
-    later: list[Iterable[Copy]] = []
+    later: list[list[Copy]] = []
     borrowed: list[int] = []
     end = 0
-    for group in sorted(_groups(large), key=lambda group: max(group.leaves), reverse=True):
+    for group in sorted(_groups(large), reverse=True):
         # aligned as in a pack, so that it can go to the disk from where it lies
         offset = align(end, group.nbytes)
         if borrowed or offset + group.nbytes > room_bytes:
-            borrowed.extend(group.leaves)
+            borrowed += [n for n, _ in group.leaves]
             continue
-        offsets |= {n: offset + at for n, at in group.leaves.items()}
-        if group.leaves.keys() <= lazy:
-            later.append(group.copies(large, offset))
+        is_late = True
+        for n, at in group.leaves:
+            offsets[n] = offset + at
+            is_late &= n in lazy
+        if is_late:
+            later.append(group.copies(offset))
         else:
-            copies.extend(group.copies(large, offset))
+            copies += group.copies(offset)
         end = offset + group.nbytes
     in_order = chain.from_iterable(
         reversed(later)
@@ -175,41 +178,45 @@ def stage(
 
 
 class _Group(NamedTuple):
-    """Leaves that are copied together, each at its offset: those whose memory overlaps, or one that
-    must be gathered."""
+    """Leaves that are copied together, each at its offset: those whose memory overlaps, from
+    `start` on, or one that must be gathered, whose `source` that is. In the order of the `last` of
+    the leaves."""
 
-    address: int
+    last: int
     nbytes: int
-    leaves: dict[int, int]
+    start: int
+    leaves: list[tuple[int, int]]
+    source: TensorSource | None = None
 
-    def copies(self, sources: Mapping[int, TensorSource], offset: int) -> Iterator[Copy]:
-        for start in range(0, self.nbytes, PIECE_BYTES):
-            nbytes = min(PIECE_BYTES, self.nbytes - start)
-            if self.address:
-                yield Copy(offset + start, nbytes, self.address + start)
-            else:
-                (n,) = self.leaves
-                yield Copy(offset + start, nbytes, start, sources[n])
+    def copies(self, offset: int) -> list[Copy]:
+        """Its copies to `offset`, in pieces."""
+        _, nbytes, start, _, source = self
+        if nbytes <= PIECE_BYTES:
+            return [Copy(offset, nbytes, start, source)]
+        return [
+            Copy(offset + at, min(PIECE_BYTES, nbytes - at), start + at, source)
+            for at in range(0, nbytes, PIECE_BYTES)
+        ]
 
 
 def _groups(sources: Mapping[int, TensorSource]) -> Iterator[_Group]:
-    plain: list[tuple[int, int]] = []
+    plain: list[tuple[int, int, int]] = []
     for n, source in sources.items():
         if source.is_plain:
-            plain.append((source.tensor.data_ptr(), n))
+            plain.append((source.tensor.data_ptr(), n, source.nbytes))
         else:
-            yield _Group(0, source.nbytes, {n: 0})
-    leaves: dict[int, int] = {}
-    start = stop = 0
-    for address, n in sorted(plain):
+            yield _Group(n, source.nbytes, 0, [(n, 0)], source)
+    leaves: list[tuple[int, int]] = []
+    start = stop = last = 0
+    for address, n, nbytes in sorted(plain):
         if address >= stop:
             if leaves:
-                yield _Group(start, stop - start, leaves)
-            leaves, start, stop = {}, address, address
-        leaves[n] = address - start
-        stop = max(stop, address + sources[n].nbytes)
+                yield _Group(last, stop - start, start, leaves)
+            leaves, start, stop, last = [], address, address, n
+        leaves.append((n, address - start))
+        stop, last = max(stop, address + nbytes), max(last, n)
     if leaves:
-        yield _Group(start, stop - start, leaves)
+        yield _Group(last, stop - start, start, leaves)
 
 
 def _tasks(copies: Iterable[Copy]) -> Iterator[tuple[Copy, ...]]:
