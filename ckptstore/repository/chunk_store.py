@@ -171,14 +171,17 @@ class ObjectStore:
         """Each of `ids` (32 bytes each) with its position: LOCATED_DTYPE rows. `found` is 0 if
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
-        if not ids:
-            return rows
+        if foreign := self._foreign(rows):
+            self.index.drop_packs(foreign)  # they hide other packs that have these chunks
+            rows = self.index.get_many(ids)
+            rows["found"][np.isin(rows["pack"], list(self._foreign(rows)))] = 0
+        return rows
+
+    def _foreign(self, rows: "NDArray[np.void]") -> set[int]:
+        """The packs of `rows` that the log does not list, or lists by another id."""
         numbers = set(rows["pack"][rows["found"] == 1].tolist())
         indexed, listed = self.index.pack_ids(numbers), self.listed(numbers)
-        foreign = [n for n in numbers if n not in listed or indexed.get(n) != listed[n].id]
-        if foreign:
-            rows["found"][np.isin(rows["pack"], foreign)] = 0
-        return rows
+        return {n for n in numbers if n not in listed or indexed.get(n) != listed[n].id}
 
     def located(self, ids: bytes) -> "NDArray[np.void]":
         """The position of each of `ids`. Repeats the search while the log changes; at last,

@@ -146,11 +146,16 @@ class Dedup:
 
     def allowed(self, patches: Iterable[NewPatch]) -> dict[ChunkId, NewPatch]:
         """Those of `patches` that may be written, by chunk: their bases lie in live packs, which
-        are reused then, and no look-up found the chunk in a pack that cannot be relied on. Such a
-        chunk is written whole: a patch of what has a patch of it would need itself."""
-        made = {patch.id: patch for patch in patches if patch.id not in self._distrusted}
-        live = self.look_up({b for patch in made.values() for b in patch.bases}) if made else {}
-        return {c: patch for c, patch in made.items() if all(live[b] for b in patch.bases)}
+        are reused then, and no pack has the chunk itself, also now that the bases were read. One
+        that has is written whole: a patch of what has a patch of it would need itself."""
+        made = {patch.id: patch for patch in patches}
+        ids = {*made, *(base for patch in made.values() for base in patch.bases)}
+        live = self.look_up(ids) if made else {}
+        return {
+            c: patch
+            for c, patch in made.items()
+            if not (live[c] or c in self._distrusted) and all(live[b] for b in patch.bases)
+        }
 
     def is_distrusted(self, chunk: ChunkId) -> bool:
         """Whether a look-up found a chunk in a pack that cannot be relied on."""

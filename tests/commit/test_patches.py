@@ -546,3 +546,24 @@ def test_what_a_wrong_patch_makes_is_stored_anew(
             store.commit(state, step=2)
         assert same(store.checkout(2).read("w"), state["w"])
         assert same(store.checkout(1).read("w"), state["w"])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_chunk_that_is_found_late_is_no_patch_of_itself(lost: bool, tmp_path: Path) -> None:
+    """The pack that a commit remembers is gone, and the index does not name the other one that has
+    the chunk; it does once the chunk before is read, which is the same one."""
+    state = {"w": nudged(SHAPE, 0)}
+    storage = ckptstore.Storage(patch_memory_bytes=1)  # so that chunks are read
+    with ckptstore.open(tmp_path / "store", storage=storage) as store:
+        store.commit({**state, "more": torch.rand(SHAPE)}, step=0)
+        objects, packs = store._handle.objects, store._handle.log.state.packs
+        for pack in packs.values():
+            objects.suspect_packs.add(pack.id)
+        store.commit_async(state, step=1).wait()  # a copy, as a writer makes at the same time
+        for pack in packs.values():
+            objects.suspect_packs.discard(pack.id)
+        assert store.gc(max_unused=0.0).deleted
+        if lost:  # by a `reindex` of another process
+            objects.index.reset()
+        assert same(store.commit_async(state, step=2).wait().read("w"), state["w"])
+        assert not store.fsck(read_data="100%").findings

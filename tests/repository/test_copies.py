@@ -77,3 +77,19 @@ def test_verify_reports_a_damaged_copy(packs: list[Path]) -> None:
     problem = pytest.raises(Corrupt, match="fsck")
     with ckptstore.open(packs[0].parents[2]) as store, problem:
         store.checkout("latest").verify()
+
+
+def test_a_copy_that_a_gc_deleted_does_not_hide_another(tmp_path: Path) -> None:
+    """Two writers at once make such copies."""
+    more = torch.rand(80_000)
+    storage = ckptstore.Storage(chunk_bytes=CHUNK_BYTES)
+    with ckptstore.open(tmp_path / "store", storage=storage, threads=1) as store:
+        store.commit({"t": VALUES, "more": more}, step=0)
+        distrust, packs = store._handle.objects.suspect_packs, store._handle.log.state.packs
+        for pack in packs.values():
+            distrust.add(pack.id)
+        store.commit({"t": VALUES, "n": 1}, step=1)  # writes anew
+        for pack in packs.values():
+            distrust.discard(pack.id)
+        assert store.gc(max_unused=0.0).deleted
+        assert store.commit({"t": VALUES, "n": 2}, step=2).new_bytes < VALUES.nbytes
