@@ -18,7 +18,7 @@ from typing import TypeAlias
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.commit.write import write_metadata
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId, CommitId, document_key
+from ckptstore.core.ids import ChunkId, CommitId, document_key, session_key
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NotFound
@@ -26,6 +26,7 @@ from ckptstore.log.admission import Code, tags_free
 from ckptstore.log.entries import entry_of, new_bytes_of, new_packs
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
+from ckptstore.log.sessions import open_session
 from ckptstore.maintenance import Counter, Progress, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
@@ -181,6 +182,22 @@ def _check_alike(source: StoreHandle, target: StoreHandle) -> None:
         )
 
 
+def _check_apart(source: StoreHandle, target: StoreHandle) -> None:
+    """Raise `InvalidInput` for two ways to one place, such as a link or a second mount: whoever
+    deletes here what the mirror has would delete it there. Copies of a store share its id, but not
+    the file of a session."""
+    if source.config.store != target.config.store:
+        return
+    session = open_session(target.storage, "push")
+    try:
+        if source.storage.size(session_key(session.id)) is not None:
+            raise InvalidInput(
+                f"{source.url} and {target.url} lead to the same store; name another one"
+            )
+    finally:
+        session.end()
+
+
 class _Mirror:
     """Sends commits from `source` to `target`. Others may use both meanwhile."""
 
@@ -225,6 +242,7 @@ class _Mirror:
     def apply(self) -> Mirrored:
         """Carry out the plan, which has no rejected tags."""
         self._target.check_writable()
+        _check_apart(self._source, self._target)
         self._source.objects.sync(self._source.log.replay())
         plan = self._done.plan
         counter = Counter(self._progress, "commits", len(plan.commits))

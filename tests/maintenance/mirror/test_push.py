@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -231,6 +232,17 @@ def test_stores_that_cut_chunks_differently_are_told_so(place: Path, tmp_path: P
             store.push(tmp_path / "absent")
     with ckptstore.open(tmp_path / "target", read_only=True) as store, pytest.raises(ReadOnly):
         store.pull(place)
+
+
+def test_another_way_to_a_store_is_no_other_store(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(place)
+    copytree(place, tmp_path / "copy")
+    with ckptstore.open(place) as store:
+        for send in (store.push, store.pull, store.mirror):
+            with pytest.raises(InvalidInput, match="lead to the same store"):
+                send(tmp_path / "link")
+            assert not send(tmp_path / "copy").sent
+        assert not store.sessions()
 
 
 def test_a_clone_has_everything_and_a_second_one_completes_it(place: Path, target: str) -> None:

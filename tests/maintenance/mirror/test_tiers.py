@@ -218,6 +218,19 @@ def test_what_has_arrived_is_trimmed_here_and_read_there(place: Path) -> None:
     assert set(in_mirror()) == set(range(5))
 
 
+def test_nothing_is_trimmed_because_the_store_is_its_own_mirror(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "link").symlink_to(place)
+    keep = ckptstore.KeepLast(1)
+    with ckptstore.open(place, mirror=ckptstore.Mirror(tmp_path / "link", keep)) as store:
+        for step in range(5):
+            store.commit(state(step), step=step)
+        assert not store.flush_mirror()
+        assert [info.step for info in store.log()] == [4, 3, 2, 1, 0]
+    assert "lead to the same store" in caplog.text
+
+
 def test_a_trim_leaves_what_a_user_forgot_to_be_undeleted(
     place: Path, away: Callable[[bool], None]
 ) -> None:
