@@ -472,13 +472,13 @@ class StoreInternals:
             raise failed
 
     def _release(self) -> None:
-        with self._lock:
-            self.async_commits.close()
-            if self.worker:
-                self.worker.close()
+        with self._lock, ExitStack() as closing:  # all of it, also if one is interrupted
+            closing.callback(self.handle.close)
             for threads in (self.threads, self._low_priority, self._reading):
-                threads.close()
-            self.handle.close()
+                closing.callback(threads.close)
+            if self.worker:
+                closing.callback(self.worker.close)
+            closing.callback(self.async_commits.close)
 
     def wake_tier(self) -> None:
         """Tell the background uploader of the mirror, if there is one, to look for new commits."""

@@ -18,6 +18,7 @@ from ckptstore import Conflict, Corrupt, InvalidInput, NotFound, ReadOnly, Unava
 from ckptstore.repository import init_store as creation
 from ckptstore.repository.init_store import init_store
 from ckptstore.repository.store_handle import StoreHandle
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
 
 
@@ -144,6 +145,23 @@ def test_a_store_that_was_closed_takes_nothing_any_more(place: Path) -> None:
         with pytest.raises(InvalidInput, match="was closed; open it again"):
             write()
     assert torch.equal(snapshot.read("model/weight"), torch.arange(3000.0))
+
+
+def test_a_close_that_is_interrupted_closes_all(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ckptstore.open(place)
+    store.commit({"n": 1}, step=1)
+
+    def interrupted(pool: ThreadPool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ThreadPool, "close", interrupted)
+        store.close()
+    with pytest.raises(InvalidInput, match="was closed; open it again"):
+        store.commit({"n": 2})
+    store.close()
 
 
 def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
