@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Never
 
 from ckptstore.core.options import Async, Storage
@@ -163,9 +164,11 @@ def _settings(
 
 
 def _tier(place: str | os.PathLike[str], settings: Settings, mirror: Mirror) -> Tier:
+    there = os.fspath(mirror.place)
     return Tier(
         StoreHandle(place, storage_options=settings.storage_options, index=settings.index),
-        os.fspath(mirror.place),
+        # It is opened later, when the working directory may be another one.
+        there if "://" in there else str(Path(os.path.expanduser(there)).absolute()),
         keep=mirror.policies,
         every_steps=mirror.every_steps,
         leads=leads_all(),

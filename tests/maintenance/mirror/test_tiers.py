@@ -218,6 +218,21 @@ def test_what_has_arrived_is_trimmed_here_and_read_there(place: Path) -> None:
     assert set(in_mirror()) == set(range(5))
 
 
+def test_a_relative_path_of_a_mirror_is_that_of_the_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some programs change their working directory, as Hydra does, and it is opened later."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ckptstore.open("local", mirror="mirror") as store:
+        monkeypatch.chdir("run")
+        store.commit(state(1), step=1)
+        assert store.flush_mirror()
+    assert not list((tmp_path / "run").iterdir())
+    with ckptstore.open(tmp_path / "mirror", create=False) as there:
+        assert [info.step for info in there.log()] == [1]
+
+
 def test_nothing_is_trimmed_because_the_store_is_its_own_mirror(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
