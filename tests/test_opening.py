@@ -156,9 +156,10 @@ def test_a_close_that_is_interrupted_closes_all(
     def interrupted(pool: ThreadPool) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ThreadPool, "close", interrupted)
+    monkeypatch.setattr(ThreadPool, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         store.close()
+    monkeypatch.undo()
     with pytest.raises(InvalidInput, match="was closed; open it again"):
         store.commit({"n": 2})
     store.close()
