@@ -171,15 +171,15 @@ class ObjectStore:
         """Each of `ids` (32 bytes each) with its position: LOCATED_DTYPE rows. `found` is 0 if
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
-        if foreign := self._foreign(rows):
-            self.index.drop_packs(foreign)  # they hide other packs that have these chunks
+        if self._foreign(_packs_in(rows)):
+            # They hide other packs that have these chunks.
+            self.index.drop_packs(self._foreign(self.index.indexed()))
             rows = self.index.get_many(ids)
-            rows["found"][np.isin(rows["pack"], list(self._foreign(rows)))] = 0
+            rows["found"][np.isin(rows["pack"], list(self._foreign(_packs_in(rows))))] = 0
         return rows
 
-    def _foreign(self, rows: "NDArray[np.void]") -> set[int]:
-        """The packs of `rows` that the log does not list, or lists by another id."""
-        numbers = set(rows["pack"][rows["found"] == 1].tolist())
+    def _foreign(self, numbers: set[int]) -> set[int]:
+        """Those of the indexed packs `numbers` that the log lists not, or by another id."""
         indexed, listed = self.index.pack_ids(numbers), self.listed(numbers)
         return {n for n in numbers if n not in listed or indexed.get(n) != listed[n].id}
 
@@ -580,6 +580,11 @@ class ObjectStore:
         if self._batches:
             self._batches.close()
         self.index.close()
+
+
+def _packs_in(where: "NDArray[np.void]") -> set[int]:
+    """The numbers of the packs in which chunks were found."""
+    return set(where["pack"][where["found"] == 1].tolist())
 
 
 def _places(where: "NDArray[np.void]") -> dict[ChunkId, tuple[int, int]]:
