@@ -8,21 +8,22 @@ number, then by rows). Nothing is sent, so what a network takes comes on top. A 
 the state keeps its structure: later commits only put together what the ranks have written
 (*a commit*).
 
-`--restore` measures instead what each rank does for the plan of a restore of that state on so many
-ranks: it unpacks what all of them need (*needs*), and plans who reads what (*shares*).
+`--restore` measures instead what rank 0 does for a restore of that state on so many ranks: it
+decodes what each needs (*needs*), finds what several need (*groups*), decides who reads what
+(*shares*), and makes a task for each (*tasks*). Chunks of a commit are numbered on every rank
+(*numbers*).
 """
 
 import argparse
 import resource
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ckptstore.core.geometry import grid, nbytes_of, width_of
-from ckptstore.core.ids import digest
+from ckptstore.core.ids import CHUNK_ID_BYTES, digest
 from ckptstore.core.model import Box, Node, Schema, Shape
 from ckptstore.core.process import uncollected
 from ckptstore.distributed.assemble import Assembler, Decided, Written, layout_of
@@ -35,7 +36,14 @@ from ckptstore.distributed.merge import (
 )
 from ckptstore.distributed.plan import plan_ranks
 from ckptstore.distributed.rank_worker import encode_tasks
-from ckptstore.distributed.shared_reads import Needs, plan_shares
+from ckptstore.distributed.read_assignment import (
+    decode_edges,
+    encode_edges,
+    plan_shares,
+    shared_by,
+    tasks_of,
+)
+from ckptstore.distributed.shared_reads import Numbering
 from ckptstore.objects.schema import LastSchemas
 from ckptstore.state.leaf_sources import FlatState, HeldLeaf, Holding, Mesh
 
@@ -156,43 +164,50 @@ def measure(ranks: int, layers: int) -> dict[str, int]:
     }
 
 
-class Chunks(NamedTuple):
-    """The chunks of a tensor, each of so many bytes, numbered from `first` on."""
-
-    row: Row
-    first: int
-    nbytes: int
-
-    def of(self, box: Box) -> slice:
-        """Those of a box that lies in one piece."""
-        width = width_of(self.row.dtype)
-        begin = int(np.ravel_multi_index(box.offsets, self.row.shape)) * width
-        end = begin + int(np.prod(box.lengths)) * width
-        return slice(self.first + begin // self.nbytes, self.first + -(-end // self.nbytes))
+def edges_in(dtype: str, shape: Shape, rank: int, ranks: int) -> tuple[int, int]:
+    """The chunks of a tensor that a rank needs, the first and the one behind the last."""
+    width = width_of(dtype)
+    chunks = len(grid(shape, width, CHUNK_BYTES))
+    nbytes = -(-nbytes_of(dtype, shape) // chunks)
+    for box in _boxes(shape, rank, ranks):  # one at most, which lies in one piece
+        begin = int(np.ravel_multi_index(box.offsets, shape)) * width
+        return begin // nbytes, -(-(begin + int(np.prod(box.lengths)) * width) // nbytes)
+    return 0, 0
 
 
 def measure_restore(ranks: int, layers: int) -> dict[str, int]:
     """Plan a restore for `ranks` ranks, as `measure`."""
-    tensors: list[Chunks] = []
+    firsts: dict[tuple[str, Shape], list[int]] = {}
     count = 0
     for row in rows(layers):
-        chunks = len(grid(row.shape, width_of(row.dtype), CHUNK_BYTES))
-        tensors.append(Chunks(row, count, -(-nbytes_of(row.dtype, row.shape) // chunks)))
-        count += chunks
+        firsts.setdefault((row.dtype, row.shape), []).append(count)
+        count += len(grid(row.shape, width_of(row.dtype), CHUNK_BYTES))
 
     def needs(rank: int) -> bytes:
-        needed = np.zeros(count, bool)
-        for tensor in tensors:
-            for box in _boxes(tensor.row.shape, rank, ranks):
-                needed[tensor.of(box)] = True
-        return zlib.compress(np.packbits(needed).tobytes(), 1)
+        runs = np.concatenate(
+            [np.add.outer(at, edges_in(*kind, rank, ranks)) for kind, at in firsts.items()]
+        )
+        runs = np.sort(runs[runs[:, 0] < runs[:, 1]], axis=0)
+        edges, times = np.unique(runs, return_counts=True)
+        return encode_edges(edges[times == 1])  # runs side by side are one
 
     sent = [needs(rank) for rank in range(ranks)]
+    ids = np.random.default_rng(0).bytes(count * CHUNK_ID_BYTES)
     steps = Steps()
-    of_ranks = steps.run("needs", lambda: Needs.unpacked(sent, count))
-    sizes = np.full(count, CHUNK_BYTES, np.int64)
-    steps.run("shares", lambda: plan_shares(of_ranks, sizes, WINDOW_BYTES))
-    return {"needs, sent to each rank": sum(map(len, sent))}
+    edges = steps.run("needs", lambda: list(map(decode_edges, sent)))
+    shared = steps.run("groups", lambda: shared_by(edges, count))
+    sizes = np.full(len(shared.chunks.numbers), CHUNK_BYTES, np.int64)
+    assigned = steps.run("shares", lambda: plan_shares(shared, ranks, sizes, WINDOW_BYTES))
+    tasks = steps.run("tasks", lambda: tasks_of(shared, assigned, ranks))
+    print(f"{'all':9} {steps.seconds:7.2f} s")
+    steps.run("numbers", lambda: Numbering(ids).digest)
+    lengths = [sum(map(len, task or ())) for task in tasks]
+    print(f"{count:,} chunks, {len(sizes):,} shared by {len(shared.chunks):,} sets of ranks")
+    return {
+        "needs": sum(map(len, sent)),
+        "tasks": sum(lengths),
+        "the longest task": max(lengths),
+    }
 
 
 def written_by(assembler: Assembler, ranks: int) -> list[Written]:
