@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,14 +30,13 @@ import ckptstore
 from benchmarks.command_start import ENVIRONMENT
 from benchmarks.progress import note
 from benchmarks.status import cpu_seconds, status_bytes
-from ckptstore.core.ids import document_key, new_session_id
+from ckptstore.core.ids import document_key, log_key, new_session_id, random_digits
+from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.log import entries
-from ckptstore.log.log import Log
+from ckptstore.log.entries import Commit, Entry, encode_entry
+from ckptstore.log.log import CHECKPOINT_EVERY, Log
+from ckptstore.log.state import State, apply
 from ckptstore.objects.documents import decode_document, encode_document
-from ckptstore.repository.init_store import read_config
-from ckptstore.storage import open_storage
-from ckptstore.storage.contract import Storage
 from ckptstore.store import internals_of
 
 STATES = 3000
@@ -58,60 +58,70 @@ def app_state(number: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def make_store(place: Path, commits: int, states: int = STATES) -> None:
     """Make a store of `commits` commits in one run, `states` of them with a state of their own."""
-    store = ckptstore.open(place)
-    storage = open_storage(place, fsync=False)
-    config = read_config(storage)
-    log = Log(storage, config.store, config.generation)
-    latest: entries.Commit | None = None
-    made = -1
-    for step in range(commits):
-        number = step * min(states, commits) // commits
-        if latest is None or number != made:
-            if latest is not None:  # else its parent were the last commit that `store` made itself
-                internals_of(store).parent_tracker.now(latest.commit)
-            store.commit(app_state(number), step=step, metrics={"loss": 1 / (1 + step)})
-            made, body = number, log.entry(log.replay().n).body
-            assert isinstance(body, entries.Commit)
-            latest = body
-        else:
-            latest = _again(storage, log, latest, step)
-        if step % 1000 == 0:
-            note(f"{step:,} of {commits:,} commits made")
-    store.close()
-    log.close()
-    storage.close()
+    states = min(states, commits)
+    with ckptstore.open(place) as store:
+        inside = internals_of(store)
+        log = inside.handle.log
+        for number in range(states):
+            first, stop = (commits * n // states for n in (number, number + 1))
+            store.commit(app_state(number), step=first, metrics=_metrics(first))
+            state, latest = log.replay(), _latest(place, log)
+            for step in range(first + 1, stop):
+                state, latest = _again(place, state, latest, step)
+                if state.n % CHECKPOINT_EVERY == 0 and commits - step < 2 * CHECKPOINT_EVERY:
+                    log.saved.write_checkpoint(state)
+                if step % 1000 == 0:
+                    note(f"{step:,} of {commits:,} commits made")
+            inside.parent_tracker.now(latest.entry.commit)
 
 
-def _again(storage: Storage, log: Log, latest: entries.Commit, step: int) -> entries.Commit:
-    """Commit the content of `latest` once more: a document and an entry."""
-    session = new_session_id()
-    stored = storage.read(document_key(latest.session, latest.commit))
-    document = replace(
-        decode_document(stored, latest.commit),
-        session=session,
-        step=step,
-        time_ns=time.time_ns(),
-        parents=(latest.commit,),
-        metrics=(("loss", 1 / (1 + step)),),
-        new_bytes=0,
-    )
+class _Made(NamedTuple):
+    """A commit, as its document and its entry have it."""
+
+    document: CommitDocument
+    entry: Commit
+
+
+def _metrics(step: int) -> dict[str, float]:
+    return {"loss": 1 / (1 + step)}
+
+
+def _latest(place: Path, log: Log) -> _Made:
+    body = log.entry(log.state.n).body
+    assert isinstance(body, Commit)
+    stored = (place / document_key(body.session, body.commit)).read_bytes()
+    reused = body.reused | {pack.number for pack in body.packs}
+    return _Made(decode_document(stored, body.commit), replace(body, packs=(), reused=reused))
+
+
+def _again(place: Path, state: State, latest: _Made, step: int) -> tuple[State, _Made]:
+    """Commit the content of `latest` once more: a document and an entry, written as files."""
+    session, time_ns = new_session_id(), time.time_ns()
+    changed: dict[str, Any] = {
+        "session": session,
+        "step": step,
+        "parents": (latest.entry.commit,),
+        "metrics": tuple(_metrics(step).items()),
+        "new_bytes": 0,
+    }
+    document = replace(latest.document, time_ns=time_ns, **changed)
     commit, stored = encode_document(document)
-    storage.put(document_key(session, commit), stored)
-    new = frozenset(range(log.state.next_pack - len(latest.packs), log.state.next_pack))
-    body = replace(
-        latest,
-        session=session,
-        commit=commit,
-        step=step,
-        parents=document.parents,
-        metrics=document.metrics,
-        packs=(),
-        reused=latest.reused | new if latest.packs else latest.reused,
-        new_bytes=0,
-        document_bytes=len(stored),
+    body = replace(latest.entry, commit=commit, document_bytes=len(stored), **changed)
+    entry = Entry(
+        state.n + 1,
+        random_digits(16),
+        time_ns,
+        state.store,
+        state.generation,
+        state.hash,
+        state.bytes,
+        body,
     )
-    log.append(body)
-    return body
+    data = encode_entry(entry)
+    (place / document_key(session, commit)).write_bytes(stored)
+    (place / log_key(entry.n)).write_bytes(data)
+    entry = replace(entry, hash=data[:64].decode(), bytes=len(data))
+    return apply(state, entry), _Made(document, body)
 
 
 # -- measuring --
