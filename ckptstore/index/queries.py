@@ -198,15 +198,18 @@ class Queries:
         forgotten: bool = False,
     ) -> list[CommitInfo]:
         """Commits, newest first: of one run or all, at most `limit`; forgotten ones on request."""
+        return list(self.each(run, limit, forgotten=forgotten))
+
+    def each(
+        self, run: str | None = None, limit: int | None = None, *, forgotten: bool = False
+    ) -> Iterator[CommitInfo]:
+        """As `log`, a few hundred commits in memory at a time."""
         where = ("1 = 1" if forgotten else "forgotten = 0") + _in(run)
         stop = " LIMIT :limit" if limit is not None else ""
         sql = f"SELECT {_COMMIT} FROM commits WHERE {where} ORDER BY place DESC, n DESC{stop}"
         rows = self._rows(_COMMIT_TYPES, sql, {"run": run, "limit": limit})
-        return [
-            info
-            for start in range(0, len(rows), _BATCH)
-            for info in self._infos(rows[start : start + _BATCH])
-        ]
+        for start in range(0, len(rows), _BATCH):
+            yield from self._infos(rows[start : start + _BATCH])
 
     def commit(self, commit: CommitId) -> CommitInfo:
         """One commit, forgotten or not; raises `NotFound`."""

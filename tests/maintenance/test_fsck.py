@@ -1,6 +1,7 @@
 """fsck finds each problem at its level, names it, and reports nothing for a sound store."""
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -132,13 +133,41 @@ def test_objects_that_no_entry_names_are_notes(store: Path) -> None:
     assert not report.damaged
 
 
-def test_a_catalog_that_says_something_else_is_found(store: Path) -> None:
-    with sqlite3.connect(store / "index" / "catalog.sqlite") as connection:
-        connection.execute("UPDATE commits SET step = 7 WHERE step = 2")
-    connection.close()
-    report = check(store, Level.REFS)
-    assert {finding.kind for finding in report.findings} == {Kind.CATALOG}
-    assert not report.damaged
+_ID = f"'{'5' * 64}'"
+SPOILED = {
+    "commits": {
+        **dict.fromkeys(("run", "session", "message"), "'third'"),
+        **dict.fromkeys(("n", "step", "time_ns", "logical_bytes", "new_bytes", "leaves"), "77"),
+        **dict.fromkeys(("id", "content"), _ID),
+        "place": "0",
+        "forgotten": "1 - forgotten",
+        "thinned": """'["model/**"]'""",
+        "lossy": """'[["model/**", "bfloat16"]]'""",
+    },
+    "metrics": {"name": "'other'", "value": "77"},
+    "parents": {"parent": _ID},
+    "commit_trees": {"key": "key || 'x'"},
+    "tags": {"name": "'other'", "commit_id": "(SELECT id FROM commits WHERE step = 2)"},
+    "packs": {"bytes": "77", "chunks": "77", "condemned": "1", "metadata": "1 - metadata"},
+}
+"""Another value for columns of the catalog."""
+
+
+@pytest.mark.parametrize(
+    ("table", "column"), [(table, column) for table in SPOILED for column in SPOILED[table]]
+)
+def test_what_the_catalog_says_is_compared_with_the_log(
+    store: Path, table: str, column: str
+) -> None:
+    with closing(sqlite3.connect(store / "index" / "catalog.sqlite")) as connection:
+        ((_, key, *_), *_) = connection.execute(f"PRAGMA table_info({table})").fetchall()
+        changed = connection.execute(
+            f"UPDATE {table} SET {column} = {SPOILED[table][column]} "
+            f"WHERE {key} = (SELECT max({key}) FROM {table})"
+        )
+        assert changed.rowcount > 0
+        connection.commit()
+    assert {finding.kind for finding in check(store, Level.REFS).findings} == {Kind.CATALOG}
 
 
 def test_reading_goes_on_where_it_was_stopped(tmp_path: Path) -> None:

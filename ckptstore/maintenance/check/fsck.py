@@ -144,7 +144,7 @@ class _Fsck:
             storage, config.store, config.generation, remembered=offline_store.remembered()
         )
         contents = Contents(storage, chain.state)
-        catalog = [] if chain.bad else catalog_findings(offline_store, contents)
+        catalog = [] if chain.bad else catalog_findings(offline_store, chain, contents)
         seen = self._look(contents)
         data_bytes, bad = 0, list[BadChunk]()
         if level >= Level.DATA:

@@ -4,26 +4,26 @@ remember of damaged packs, and rebuilt."""
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckptstore.core.ids import PackId, parse_chunk_id
-from ckptstore.core.model import PackEntry
+from ckptstore.core.model import CommitInfo, PackEntry
 from ckptstore.errors import CkptStoreError, NoSpace, Unavailable
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.chunks import ChunkIndex
 from ckptstore.index.chunks.records import remains
-from ckptstore.index.queries import Queries
+from ckptstore.index.queries import PackInfo, Queries
+from ckptstore.log.entries import Commit
 from ckptstore.log.state import State, apply, genesis
 from ckptstore.maintenance import Progress, silent
 from ckptstore.maintenance.check import Finding, Kind, Severity
-from ckptstore.maintenance.check.offline_store import OfflineStore
+from ckptstore.maintenance.check.offline_store import Chain, OfflineStore, unkept_of
 from ckptstore.maintenance.check.trees import Contents
 from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository.chunk_reader import located_entries
@@ -122,14 +122,16 @@ def drop_indexes(offline_store: OfflineStore) -> None:
     index.close()
 
 
-def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Finding]:
-    """Differences between this host's catalog and a fold of the log up to the same entry. Reads
-    every entry again."""
+def catalog_findings(
+    offline_store: OfflineStore, chain: Chain, contents: Contents
+) -> list[Finding]:
+    """Differences between this host's catalog and the log up to the same entry. Reads what the log
+    has got since `chain` was read."""
     found: list[str] = []
     # Unlike Path.exists, false for a damaged inode, whose file is recreated.
     for _ in range(_LOOKS if os.path.exists(offline_store.catalog_path) else 0):
         stamp = _stamp(offline_store.catalog_path)
-        found = list(_catalog_problems(offline_store, contents))
+        found = list(_catalog_problems(offline_store, chain, contents))
         # Others may replace the catalog, or create it.
         if not found or _stamp(offline_store.catalog_path) == stamp:
             break
@@ -139,27 +141,36 @@ def catalog_findings(offline_store: OfflineStore, contents: Contents) -> list[Fi
     ]
 
 
-def _catalog_problems(offline_store: OfflineStore, contents: Contents) -> Iterator[str]:
-    """Compare a snapshot of the catalog with one that is made of the state of the log."""
-    from ckptstore.index.catalog import Catalog
-
+def _catalog_problems(
+    offline_store: OfflineStore, chain: Chain, contents: Contents
+) -> Iterator[str]:
+    """Compare a snapshot of the catalog with the state of the log at its position."""
     catalog = open_catalog(offline_store.catalog_path, offline_store.config.store)
     if catalog is None:
         yield "cannot be read, or is of another store or version"
         return
     try:
         with catalog.one_moment():
-            head, config = catalog.position().n, offline_store.config
-            read = offline_store.open_log().read_entries
-            entries = takewhile(lambda entry: entry.n <= head, read())
-            state = reduce(apply, entries, genesis(config.store, config.generation))
-            with closing(Catalog.temporary(config.store)) as fresh:
-                fresh.fill(state, read())
-                yield from _differences(catalog, fresh.queries(), contents)
+            state = _state_at(catalog.position().n, offline_store, chain)
+            yield from _differences(catalog, state, chain, contents)
     except CkptStoreError as error:
         yield str(error)
     finally:
         catalog.close()
+
+
+def _state_at(n: int, offline_store: OfflineStore, chain: Chain) -> State:
+    """The state after entry `n`, from the nearest one that is known. Of entries on the way,
+    `chain` gets what it keeps of commits."""
+    first = genesis(offline_store.config.store, offline_store.config.generation)
+    near = (each for each in (first, chain.remembered, chain.state) if each.n <= n)
+    state = max(near, key=lambda each: each.n)
+    behind = offline_store.open_log().read_entries(*state.position) if state.n < n else ()
+    for entry in takewhile(lambda entry: entry.n <= n, behind):
+        state = apply(state, entry)
+        if isinstance(entry.body, Commit):
+            chain.unkept[entry.n] = unkept_of(entry.body, entry.body.schemas)
+    return state
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -172,20 +183,31 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return tuple(stamps)
 
 
-def _differences(catalog: Queries, fresh: Queries, contents: Contents) -> Iterator[str]:
+def _differences(catalog: Queries, state: State, chain: Chain, contents: Contents) -> Iterator[str]:
+    schemas = set[str]()
+    wanted = sorted(state.commits, key=lambda commit: state.commits[commit].age, reverse=True)
+    for info, commit in zip_longest(catalog.each(forgotten=True), wanted):
+        if info is None or info.id != commit:
+            yield f"has other commits than the log: wanted {commit or 'no more'}, got {info!r}"
+            break
+        if differs := _difference(info, state, chain):
+            yield f"says of commit {commit[:12]} what the log does not: {differs}"
+            break
+        schemas.update(info.schemas.values())
+    tags = {name: commit for name, commit in state.tags.items() if commit in state.commits}
+    packs = [
+        PackInfo(n, pack.id, pack.bytes, pack.chunks, pack.metadata, not pack.live)
+        for n, pack in sorted(state.packs.items())
+    ]
     asked: tuple[tuple[str, Any, Any], ...] = (
-        ("position", catalog.position(), fresh.position()),
-        ("commits", catalog.log(forgotten=True), wanted := fresh.log(forgotten=True)),
-        ("tags", catalog.tags(), fresh.tags()),
-        ("runs", catalog.runs(), fresh.runs()),
-        ("packs", catalog.packs(), fresh.packs()),
-        ("totals", catalog.totals(), fresh.totals()),
+        ("position", catalog.position(), state.position),
+        ("tags", {tag.name: tag.commit for tag in catalog.tags()}, tags),
+        ("packs", catalog.packs(), packs),
     )
     for name, got, right in asked:
-        # Compared by repr, because a metric may be NaN.
-        if repr(got) != repr(right):
+        if got != right:
             yield f"has other {name} than the log: {_first_difference(got, right)}"
-    for name in sorted({schema for info in wanted for schema in info.schemas.values()}):
+    for name in sorted(schemas):
         schema = catalog.schema(name)
         # A schema that cannot be read is a separate finding.
         with suppress(CkptStoreError):
@@ -193,9 +215,30 @@ def _differences(catalog: Queries, fresh: Queries, contents: Contents) -> Iterat
                 yield f"has another schema {name[:12]} than the store"
 
 
+def _difference(info: CommitInfo, state: State, chain: Chain) -> str:
+    """The first thing that the catalog says of a commit and the log does not."""
+    row = state.commits[info.id]
+    asked: tuple[tuple[str, Any, Any], ...] = (
+        ("number", info.n, row.n),
+        ("session", info.session, row.session),
+        ("content", info.content, row.content),
+        ("run", info.run, row.run),
+        ("step", info.step, row.step),
+        ("time", info.time_ns, row.time_ns),
+        ("parents", info.parents, tuple(map(state.in_place_of, row.parents))),
+        # As text, because a metric may be NaN.
+        ("metrics", str(sorted(info.metrics.items())), str(sorted(row.metrics))),
+        ("thinned", info.thinned, row.thinned),
+        ("forgotten", info.forgotten, row.soft > 0),
+        ("rest", unkept_of(info, info.schemas.items()), chain.unkept.get(row.n)),
+    )
+    found = (f"{name} {got}, wanted {wanted}" for name, got, wanted in asked if got != wanted)
+    return next(found, "")
+
+
 def _first_difference(got: Any, wanted: Any) -> str:
     if isinstance(got, list) and len(got) == len(wanted):
-        got, wanted = next((a, b) for a, b in zip(got, wanted, strict=True) if repr(a) != repr(b))
+        got, wanted = next(pair for pair in zip(got, wanted, strict=True) if pair[0] != pair[1])
     return f"wanted {wanted!s:.300}, got {got!s:.300}"
 
 

@@ -17,14 +17,22 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.core.config import CHUNK_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MIB, StoreConfig
 from ckptstore.core.ids import CONFIG_KEY, StoreId, checkpoint_key, log_key, segment_key
-from ckptstore.core.model import NO_BASE
+from ckptstore.core.model import NO_BASE, CommitInfo
 from ckptstore.core.process import Pool
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index import open_log_place
 from ckptstore.index.catalog_sqlite import open_catalog
 from ckptstore.index.queries import Queries
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
-from ckptstore.log.entries import Entry, NewerEntry, Position, decode_entry, origin
+from ckptstore.log.entries import (
+    Commit,
+    Entry,
+    NewerEntry,
+    Position,
+    Reduced,
+    decode_entry,
+    origin,
+)
 from ckptstore.log.log import Log
 from ckptstore.log.log_backend import decode_segment
 from ckptstore.log.log_snapshots import decode_state
@@ -240,9 +248,13 @@ class BadCache:
 @dataclass(frozen=True, slots=True)
 class Chain:
     """The audited log. `state` is exact if `certain`; otherwise it lacks the effects of bad
-    entries. `unknown` are foreign keys in `log/`."""
+    entries. `remembered` is the state at the entry known to be in this log, if that was reached.
+    `unkept` has, by the number of a commit's entry, `unkept_of` it. `unknown` are foreign keys in
+    `log/`."""
 
     state: State
+    remembered: State
+    unkept: dict[int, int]
     certain: bool
     head: int
     bad: tuple[BadEntry, ...]
@@ -292,6 +304,7 @@ def read_chain(
     head = max([last, *witnesses])
     cached = {end.n for end in ends.values()}
     state, certain = genesis(store, generation), True
+    then, unkept = state, dict[int, int]()
     applied: dict[int, Position] = {}
     broken: list[BadEntry] = []
     for found in _audited(storage, store, head):
@@ -300,6 +313,10 @@ def read_chain(
             continue
         certain = certain and found.n == state.n + 1
         state = apply(state, found)
+        if isinstance(found.body, Commit):
+            unkept[found.n] = unkept_of(found.body, found.body.schemas)
+        if found.position == remembered:
+            then = state
         if found.n in cached:
             applied[found.n] = found.position
         checkpoint = states.get(found.n)
@@ -311,7 +328,18 @@ def read_chain(
         if applied.get(end.n) != end
     )
     unknown = tuple(files.unknown)
-    return Chain(state, certain, head, tuple(broken), tuple(bad_caches), unknown)
+    return Chain(state, then, unkept, certain, head, tuple(broken), tuple(bad_caches), unknown)
+
+
+def unkept_of(said: Commit | CommitInfo, schemas: Iterable[tuple[str, str]]) -> int:
+    """A hash, of this process, of what an entry, or the catalog, says of a commit and a state does
+    not keep."""
+    if isinstance(said, CommitInfo):
+        cast = tuple(said.cast.items())
+    else:
+        cast = said.cast if isinstance(said, Reduced) else ()
+    sizes = said.logical_bytes, said.new_bytes, said.leaves
+    return hash((said.message, sizes, frozenset(schemas), frozenset(cast)))
 
 
 def log_findings(chain: Chain) -> Iterator[Finding]:
