@@ -22,6 +22,7 @@ ALLOWED = {
     "core/model.py": (1, "dimensions of two boxes of one tensor"),
     "plugins/foreign/strides.py": (3, "size and stride of each dimension of one tensor"),
     "index/queries.py": (1, "the columns that a statement names, and those of its own rows"),
+    "objects/codecs.py": (1, "frames, and the contents that one call of zstd returns for them"),
     "objects/pages.py": (3, "columns of one page, whose lengths the decoder checks"),
     "objects/schema.py": (1, "columns of one schema, whose lengths the decoder checks"),
     "state/leaf_sources.py": (1, "children, paths and keys of one node: the rows of a tree"),

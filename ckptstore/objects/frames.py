@@ -5,7 +5,7 @@ Thread-safe: each thread has its own zstd contexts.
 
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from ckptstore.core.ids import digest
@@ -81,6 +81,23 @@ def decompress(stored: Stored, max_bytes: int, *, min_bytes: int = 0) -> bytes:
     except zstandard.ZstdError as error:
         raise Corrupt(f"a zstd frame is damaged: {error}; run `ckptstore fsck`") from error
     return content
+
+
+def decompress_all(frames: Sequence[tuple[Stored, int]]) -> list[bytes]:
+    """The contents of zstd frames, each with the number of its bytes, in their order: of many, and
+    of what matches a checksum. Raises `Corrupt` before larger allocations."""
+    import zstandard
+
+    if not frames:
+        return []
+    sizes = struct.pack(f"<{len(frames)}Q", *(nbytes for _, nbytes in frames))
+    try:
+        found = zstandard.ZstdDecompressor().multi_decompress_to_buffer(
+            [stored for stored, _ in frames], decompressed_sizes=sizes
+        )
+    except (zstandard.ZstdError, ValueError) as error:
+        raise Corrupt(f"a zstd frame is damaged: {error}; run `ckptstore fsck`") from error
+    return [found[i].tobytes() for i in range(len(found))]
 
 
 def seal(body: bytes) -> bytes:

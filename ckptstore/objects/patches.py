@@ -10,8 +10,8 @@ thread-safe.
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import groupby
-from operator import itemgetter
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,8 +28,8 @@ DEPTH_MAX = 64
 CHANGED_PART = 8
 """At most one word of so many differs from the base."""
 
-_GATHERED_WORDS = 1 << 16
-"""Of patches that are added at once, before the last of them."""
+_GATHERED_WORDS = 1 << 17
+"""Of patches that are decoded at once, before the last of them."""
 
 BASES_MAX = 2
 """So many chunks of masters have the elements of one chunk of weights."""
@@ -216,81 +216,110 @@ def round_exactly(function: int, bits: npt.NDArray[Any], out: npt.NDArray[Any]) 
         out[nan] = (bits[nan] >> 16 & 0x8000) | _NANS[function]
 
 
+class Link(NamedTuple):
+    """A patch of a chain: what it says (`head_of`), its stored bytes, and the bytes of an
+    element."""
+
+    head: Head
+    stored: Stored
+    width: int
+
+    @classmethod
+    def of(cls, stored: Stored, width: int) -> "Link":
+        """A patch that is verified by its own checksum; raises `Corrupt`."""
+        return cls(head_of(stored), stored, width)
+
+
 def made_of(stored: Stored, width: int, raw_bytes: int, bases: Sequence[memoryview]) -> memoryview:
     """The chunk of `raw_bytes` that a patch makes of its bases. Raises `Corrupt`."""
-    function = head_of(stored).function
-    if function == SAME:
+    link = Link.of(stored, width)
+    if link.head.function == SAME:
         out = memoryview(bytearray(bases[0]))
     else:
         out = memoryview(bytearray(raw_bytes))
-        round_into(function, bases, out)
-    apply([(stored, width)], out)
+        round_into(link.head.function, bases, out)
+    apply([(out, [link])])
     return out
 
 
-def apply(chain: Iterable[tuple[Stored, int]], out: memoryview) -> None:
-    """Make the raw bytes of a chunk in `out`, which holds those of the base of the first patch of a
-    chain. Each patch, with its width, is made of what the one before it makes. Raises `Corrupt`
-    before it allocates much more than `out` has bytes; `out` is then undefined.
+def apply(chains: Iterable[tuple[memoryview, Iterable[Link]]]) -> None:
+    """Make the raw bytes of chunks in memory that holds those of the base of the first patch of its
+    chain. Each patch is made of what the one before it makes. Raises `Corrupt` before it allocates
+    much more than the memory has bytes, which is then undefined.
 
-    Patches add differences, in any order. So those of many patches are put together and added at
-    once: a patch has a few thousand words, of which single calls would take three times as long.
+    Patches add differences, in any order. So those of many patches and chunks are decoded at once:
+    a patch has a few thousand words, of which single calls would take three times as long.
     """
-    for width, some in groupby(chain, key=itemgetter(1)):
-        words, gathered = codecs.words_of(out, width), list[_Patch]()
-        tail = out[words.nbytes :]
-        for stored, _ in some:
-            gathered.append(patch := _parsed(stored, len(words), len(tail)))
-            if sum(each.head.words for each in gathered) >= _GATHERED_WORDS:
-                _add(gathered, words)
-                gathered = []
-        _add(gathered, words)
-        tail[:] = patch.tail
+    gathered, count = list[_Patch](), 0
+    for chunk, (out, links) in enumerate(chains):
+        for link in links:
+            patch = _parsed(link, chunk, out)
+            words = patch.words
+            if count >= _GATHERED_WORDS or (
+                gathered and gathered[-1].words.itemsize != words.itemsize
+            ):
+                _add(gathered)
+                gathered, count = [], 0
+            out[words.nbytes :] = patch.tail
+            if link.head.words:
+                gathered.append(patch)
+                count += link.head.words
+    _add(gathered)
 
 
 class _Patch(NamedTuple):
-    """A patch and its parts."""
+    """A patch and its parts, the number of its chunk, and the words of that."""
 
-    head: Head
-    gaps: memoryview
+    chunk: int
+    words: codecs.Words
+    gaps: codecs.Few
     tail: memoryview
-    changes: memoryview
+    changes: codecs.Few
 
 
-def _parsed(stored: Stored, words: int, tail_bytes: int) -> _Patch:
-    """A patch for a chunk of so many words and bytes behind them; raises `Corrupt`."""
-    head = head_of(stored)
-    if head.words * CHANGED_PART > words or head.tail_bytes != tail_bytes:
+def _parsed(link: Link, chunk: int, out: memoryview) -> _Patch:
+    """A patch for a chunk in `out`; raises `Corrupt`."""
+    head, words = link.head, codecs.words_of(out, link.width)
+    tail_bytes = len(out) - words.nbytes
+    if head.words * CHANGED_PART > len(words) or head.tail_bytes != tail_bytes:
         raise Corrupt(
             f"a patch of {head.words} words and a tail of {head.tail_bytes} bytes does not fit a "
-            f"chunk of {words} words and a tail of {tail_bytes} bytes; run `ckptstore fsck`"
+            f"chunk of {len(words)} words and a tail of {tail_bytes} bytes; run `ckptstore fsck`"
         )
-    rest = memoryview(stored)[_HEAD.size :]
+    rest = memoryview(link.stored)[_HEAD.size :]
     gaps, rest = rest[: head.gaps_bytes], rest[head.gaps_bytes :]
-    return _Patch(head, gaps, rest[:tail_bytes], rest[tail_bytes:])
+    return _Patch(
+        chunk,
+        words,
+        codecs.Few(gaps, head.words, head.gap_bytes),
+        rest[:tail_bytes],
+        codecs.Few(rest[tail_bytes:], head.words, words.itemsize),
+    )
 
 
-def _add(patches: Sequence[_Patch], words: codecs.Words) -> None:
-    """Add the differences of patches to the words of a chunk; raises `Corrupt`."""
-    if not (count := sum(patch.head.words for patch in patches)):
+def _add(patches: Sequence[_Patch]) -> None:
+    """Add the differences of patches to the words of their chunks; raises `Corrupt`."""
+    if not patches:
         return
-    start = 0
-    at, changes = np.zeros(count, "<i8"), np.empty(count, words.dtype)
-    for head, gaps, _, changed in patches:
-        stop = start + head.words
-        row = at[start:stop]
-        row[:] = codecs.decode_few(gaps, head.words, head.gap_bytes)
-        changes[start:stop] = codecs.decode_few(changed, head.words, words.itemsize)
-        row += 1
-        np.cumsum(row, out=row)
-        if head.words and int(row[-1]) > len(words):
-            raise Corrupt(
-                f"a patch goes on to word {int(row[-1]) - 1} of {len(words)}; run `ckptstore fsck`"
-            )
-        start = stop
-    at -= 1
+    starts = list(accumulate((p.changes.words for p in patches), initial=0))
+    decoded = codecs.decode_few([*(p.gaps for p in patches), *(p.changes for p in patches)])
+    at = decoded[: starts[-1]].astype("<i8")
+    changes = decoded[starts[-1] :].astype(patches[0].words.dtype, copy=False)
     codecs.unfold(changes)
-    np.add.at(words, at, changes)
+    at += 1
+    sums = np.add.reduceat(at, starts[:-1])
+    for i, stop in enumerate(sums.tolist()):
+        if stop > (words := len(patches[i].words)):
+            raise Corrupt(f"a patch goes on to word {stop - 1} of {words}; run `ckptstore fsck`")
+    # One sum makes the numbers of words: each patch begins anew, with word 0.
+    at[0] -= 1
+    at[starts[1:-1]] -= sums[:-1]
+    np.cumsum(at, out=at)
+    first = 0
+    for _, some in groupby(patches, key=attrgetter("chunk")):
+        of_chunk = list(some)
+        rows = slice(starts[first], starts[first := first + len(of_chunk)])
+        np.add.at(of_chunk[0].words, at[rows], changes[rows])
 
 
 def _gap_bytes(most: int) -> int:

@@ -13,5 +13,6 @@ from ckptstore.objects.documents import (
 from ckptstore.objects.pack import PAGE, PATCHED_DTYPE, bases_of
 from ckptstore.objects.pages import decode_page, join_pages, split_pages
 from ckptstore.objects.patches import BASES_MAX, DEPTH_MAX
+from ckptstore.objects.patches import Link as Patch
 from ckptstore.objects.patches import apply as apply_patches
 from ckptstore.objects.schema import decode_schema, encode_schema

@@ -58,8 +58,10 @@ class PackRead(NamedTuple):
     out: memoryview | None = None
     number: int = 0
 
-    def raw_bytes(self) -> int:
-        return self.entry.raw_bytes
+    def decoded_bytes(self) -> int:
+        """The raw bytes, which are as many as those of a base; a patch is not applied here."""
+        entry = self.entry
+        return entry.stored_bytes if entry.codec == codecs.PATCH else entry.raw_bytes
 
 
 class StoredChunk(NamedTuple):
@@ -355,7 +357,7 @@ def _read_coded(
         storage.read_into(key, run.offset, [whole])
         # A base takes no more than its chunk's raw bytes, so the bases of some take no more than
         # the run.
-        for some in cut(run.reads, PackRead.raw_bytes, min(run.stored_bytes, RUN_BYTES)):
+        for some in cut(run.reads, PackRead.decoded_bytes, min(run.stored_bytes, RUN_BYTES)):
             rows = [
                 (read, whole[read.entry.offset - run.offset :][: read.entry.stored_bytes])
                 for read in some
@@ -481,7 +483,7 @@ def runs_of(storage: Storage, table: FooterTable) -> Iterator[MergedRead]:
     ):
         reads = list(map(PackRead, entries(table[some])))
         # Each part needs at most so much memory, too.
-        yield from map(MergedRead, cut(reads, PackRead.raw_bytes, limit_bytes))
+        yield from map(MergedRead, cut(reads, PackRead.decoded_bytes, limit_bytes))
 
 
 def read_rows(storage: Storage, keys: Sequence[str], rows: FooterTable) -> Iterator[Found]:

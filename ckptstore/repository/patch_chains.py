@@ -11,7 +11,7 @@ A patch that rounds its bases ends a chain. Its bases are read as any chunks are
 may make one of them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -22,6 +22,7 @@ from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.index.suspect_packs import SuspectPacks
 from ckptstore.log.state import Pack, State
 from ckptstore.objects import codecs, patches
+from ckptstore.objects.patches import Link
 from ckptstore.repository.chunk_reader import (
     GAP_BYTES,
     Found,
@@ -91,9 +92,10 @@ Step: TypeAlias = StoredPatch | Whole | Problem
 @dataclass(slots=True)
 class PatchChain:
     """The patches of a chunk, the nearest to it first, up to the chunk that is stored whole or to
-    those that are rounded, or the problem that ended the search."""
+    those that are rounded, or the problem that ended the search. `chunks` are what they make."""
 
     patches: list[StoredPatch] = field(default_factory=list)
+    chunks: set[ChunkId] = field(default_factory=set)
     end: Whole | Rounded | Problem | None = None
 
     @property
@@ -106,12 +108,10 @@ class PatchChain:
                 return frozenset(bases)
         return frozenset()
 
-    def make(self, out: memoryview) -> None:
-        """Make the chunk's raw bytes in `out`, which holds those of the whole chunk, or what
-        rounding made; raises `Corrupt`."""
-        if any(patch.head.words or patch.head.tail_bytes for patch in self.patches):
-            chain = ((patch.stored, patch.entry.width) for patch in reversed(self.patches))
-            patches.apply(chain, out)
+    def links(self) -> Iterator[Link]:
+        """The patches, the farthest from the chunk first."""
+        for patch in reversed(self.patches):
+            yield Link(patch.head, patch.stored, patch.entry.width)
 
 
 def follow(
@@ -142,20 +142,22 @@ def _extend(chain: PatchChain, step: Step) -> ChunkId | None:
     if not isinstance(step, StoredPatch):
         chain.end = step
         return None
-    if any(patch.entry.chunk == step.entry.chunk for patch in chain.patches):
+    entry = step.entry
+    if entry.chunk in chain.chunks:
         chain.end = Corrupt(
-            f"chunk {step.entry.chunk.hex()[:12]} is a patch that needs itself, after "
+            f"chunk {entry.chunk.hex()[:12]} is a patch that needs itself, after "
             f"{len(chain.patches)} steps; run `ckptstore fsck`"
         )
         return None
     last = chain.patches[-1] if chain.patches else None
-    if last and step.entry.raw_bytes != last.entry.raw_bytes:
+    if last and entry.raw_bytes != last.entry.raw_bytes:
         chain.end = Corrupt(
-            f"chunk {step.entry.chunk.hex()[:12]} has {step.entry.raw_bytes} bytes, and its patch "
+            f"chunk {entry.chunk.hex()[:12]} has {entry.raw_bytes} bytes, and its patch "
             f"{last.entry.chunk.hex()[:12]} {last.entry.raw_bytes}; run `ckptstore fsck`"
         )
         return None
     chain.patches.append(step)
+    chain.chunks.add(entry.chunk)
     if step.head.function != patches.SAME:
         chain.end = Rounded(step.head.bases, step.head.function)
         return None

@@ -87,6 +87,9 @@ class _Making(NamedTuple):
     checksum: bytes
     made: memoryview
 
+    def made_bytes(self) -> int:
+        return len(self.made)
+
     def masters_bytes(self) -> int:
         return 2 * len(self.made)
 
@@ -111,7 +114,9 @@ class PatchedReads:
 
     def read_all(self, patched: Located, threads: ThreadPool | None) -> Damaged:
         """Make chunks in the memory of the request. Returns the problems of the others."""
-        groups = patched.groups(BASED_BYTES if self.request.bases else self.room.read_bytes)
+        # A chain has at most as many bytes as its chunk, and there is room for twice as many.
+        limit_bytes = BASED_BYTES if self.request.bases else 2 * self.room.read_bytes
+        groups = patched.groups(limit_bytes)
         problems = Problems()
         spread = threads.spread if threads else one_by_one
         spread(lambda some: problems.update(self.read(some)), groups, max_workers=self.room.threads)
@@ -136,8 +141,8 @@ class PatchedReads:
                     made, memory = memory[: len(made)], memory[len(made) :]
                 kind = rounded if isinstance(chains[chunk].end, Rounded) else whole
                 kind.append(_Making(i, chains[chunk], sums[chunk], made))
-            if whole:
-                problems |= self._made(whole, self._copy)
+            for some in cut(whole, _Making.made_bytes, self.room.read_bytes):
+                problems |= self._made(some, self._copy)
             for some in cut(rounded, _Making.masters_bytes, self.room.read_bytes):
                 problems |= self._made(some, self._round)
         if not problems or self.exactly or not (rounded or self.at_hand):
@@ -152,6 +157,7 @@ class PatchedReads:
         """Make chunks of what `bring` fills their memory with: each alone, if one has a problem."""
         try:
             bring(making)
+            patches.apply((each.made, each.chain.links()) for each in making)
             for each in making:
                 self._finish(each)
         except (Corrupt, NotFound) as error:
@@ -221,9 +227,8 @@ class PatchedReads:
             yield masters | far
 
     def _finish(self, making: _Making) -> None:
-        """Apply the patches of a chunk and verify it. Raises `Corrupt`."""
+        """Verify a chunk that patches have made. Raises `Corrupt`."""
         number, chain, wanted, made = making
-        chain.make(made)
         chunk = self.request.id(number)
         if checksum(made) != wanted or (self.request.verify_ids and digest(made) != chunk):
             raise Corrupt(

@@ -2,6 +2,7 @@
 with bounded work."""
 
 import struct
+from collections.abc import Iterable
 from random import Random
 
 import numpy as np
@@ -20,6 +21,14 @@ def made(
 ) -> bytes | None:
     at = patches.changed(raw, base, width)
     return None if at is None else patches.encode(raw, base, width, at, [named], chain)
+
+
+def applied(base: bytes | memoryview, chain: Iterable[tuple[bytes, int]]) -> bytearray:
+    """What a chain of patches makes of the bytes at its end."""
+    out = bytearray(base)
+    links = [patches.Link.of(stored, width) for stored, width in chain]
+    patches.apply([(memoryview(out), links)])
+    return out
 
 
 def drawn(random: Random) -> tuple[bytes, bytes, int]:
@@ -45,9 +54,7 @@ def test_a_patch_makes_the_chunk_of_its_base(seed: int) -> None:
         if stored is None:
             continue
         count += 1
-        out = bytearray(base)
-        patches.apply([(stored, width)], memoryview(out))
-        assert out == raw, f"seed {seed}: {len(raw)} bytes of {width}"
+        assert applied(base, [(stored, width)]) == raw, f"seed {seed}: {len(raw)} bytes of {width}"
         head = patches.head_of(stored)
         assert head.bases == (BASE,)
         assert head.chain == patches.ChainLength(1, len(stored))
@@ -74,9 +81,26 @@ def test_a_chain_of_patches_makes_the_last_chunk(
             assert stored is not None
             chain.append((stored, width))
             length = patches.head_of(stored).chain
-        out = bytearray(base)
-        patches.apply(chain, memoryview(out))
-        assert out == now, f"seed {seed}: {nbytes} bytes, {[width for _, width in chain]}"
+        widths = [width for _, width in chain]
+        assert applied(base, chain) == now, f"seed {seed}: {nbytes} bytes, {widths}"
+
+
+def test_patches_of_many_chunks_are_applied_at_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each to its own chunk, whatever chunks come before and behind it."""
+    random = Random(seed)
+    monkeypatch.setattr(patches, "_GATHERED_WORDS", 300)
+    chunks, wanted = list[tuple[memoryview, list[patches.Link]]](), list[bytes]()
+    while len(chunks) < 60:
+        raw, base, width = drawn(random)
+        stored = made(memoryview(raw), memoryview(base), width, BASE, patches.WHOLE)
+        if stored is not None:
+            link = patches.Link.of(stored, width)
+            chunks.append((memoryview(bytearray(base)), [link]))
+            wanted.append(raw)
+    patches.apply(chunks)
+    assert [bytes(out) for out, _ in chunks] == wanted, f"seed {seed}"
 
 
 def few_changes(nbytes: int = 1 << 16) -> tuple[memoryview, memoryview]:
@@ -143,7 +167,7 @@ def test_a_forged_patch_is_refused(what: str) -> None:
     assert patches.head_of(stored).words == 41
     offset, form, value = FORGED[what]
     with pytest.raises(Corrupt):
-        patches.apply([(resealed(stored, offset, form, value), 2)], memoryview(bytearray(base)))
+        applied(base, [(resealed(stored, offset, form, value), 2)])
 
 
 def test_a_patch_that_goes_on_behind_the_chunk_is_refused() -> None:
@@ -151,4 +175,4 @@ def test_a_patch_that_goes_on_behind_the_chunk_is_refused() -> None:
     stored = made(raw, base, 2, BASE, patches.WHOLE)
     assert stored is not None
     with pytest.raises(Corrupt, match="goes on to word"):
-        patches.apply([(stored, 2)], memoryview(bytearray(base[: len(base) // 2])))
+        applied(base[: len(base) // 2], [(stored, 2)])

@@ -23,7 +23,7 @@ from ckptstore.interop.torchft.wire import (
     decode_patches,
     name_of,
 )
-from ckptstore.plugin.encoding import apply_patches, decode_schema, join_pages
+from ckptstore.plugin.encoding import Patch, apply_patches, decode_schema, join_pages
 from ckptstore.plugin.leaves import NOTHING, FlatState, Source
 from ckptstore.plugin.model import ChunkId, TreeRef
 from ckptstore.plugin.reading import ChunkRead, ReadRequest, Tree, select
@@ -291,7 +291,7 @@ class Transfer:
                 source.stage(start, stop, out)
             elif self.objects:
                 self.objects.read_into(self.committed[checksum_of(base)], [out])
-            apply_patches([(patched.patch.room(), want.width)], out)
+            apply_patches([(out, [Patch.of(patched.patch.room(), want.width)])])
             want.land(out)
 
     def _land_stored(self, objects: "ObjectStore", batch: Sequence[Wanted]) -> list[Wanted]:
