@@ -31,10 +31,10 @@ DEPTH_READ_MAX = 8
 """A chunk that must be read from the store is a base only if so few patches make it, or if its
 successor stays in memory, so that the next commit need not read again."""
 
-_SAMPLES, _SAMPLE_BYTES = 4, 2 << 10
+_SAMPLES, _SAMPLE_BYTES = 2, 2 << 10
 """Stretches of a chunk that are compared first."""
 
-_VAIN_BYTES, _VAIN_PART, _LOOK_BYTES = 2 << 20, 128, 512 << 10
+_VAIN_BYTES, _VAIN_PART, _LOOK_BYTES = 256 << 10, 256, 256 << 10
 """A commit looks into the store in vain for so many bytes, and one in so many of those that may
 become patches: then at no leaf of which it knows nothing. A sample takes the time of so many."""
 
@@ -73,13 +73,16 @@ class Patcher:
         self._offered_bytes = self._vain_bytes = 0
         held.begin()
 
-    def is_candidate(self, part: PlanPart, cut: Cut) -> bool:
-        """Whether a new chunk may become a patch at all."""
-        nbytes = cut.stop - cut.start
-        if part.raw_bytes < LEAF_BYTES_MIN or nbytes < CHUNK_BYTES_MIN:
+    def begin(self, part: PlanPart, nbytes: int) -> bool:
+        """Whether any of the new chunks of a run, so many bytes, may become a patch."""
+        if part.raw_bytes < LEAF_BYTES_MIN:
             return False
         self._offered_bytes += nbytes
-        if self._held.is_dense(part.leaf):
+        return not self._held.is_dense(part.leaf)
+
+    def is_candidate(self, part: PlanPart, cut: Cut) -> bool:
+        """Whether a new chunk of such a run may become a patch."""
+        if cut.stop - cut.start < CHUNK_BYTES_MIN or self._held.is_dense(part.leaf):
             return False
         return self._held.has((part.leaf, cut.number)) or not self._is_vain(part.leaf)
 

@@ -207,7 +207,7 @@ class ChunkWriter:
             new = [c for c in found.chunks if not packs[c.id] and self._dedup.take(c.id)]
             if new and self._rounder is not None:
                 new = self._unrounded(self._rounder, found.run.part, new)
-            if new and self._patcher is not None:
+            if new and self._patcher and self._patcher.begin(found.run.part, _span(new)):
                 new = self._unpatched(self._patcher, found.run.part, new)
             if self._rounder is not None:
                 for chunk in new:
@@ -228,6 +228,8 @@ class ChunkWriter:
             patch = patcher.make(part, chunk.cut, old, chunk.id, chunk.checksum, chunk.raw)
             if patch:
                 tried.append(patch)
+        if not tried:
+            return list(new)
         made = self._dedup.allowed(tried)
         self._made_patches += made.values()
         self.new_chunks += len(made)
@@ -386,6 +388,11 @@ class ChunkWriter:
         """Floats compress better split into byte planes."""
         split = self._packs.codec == codecs.ZSTD and is_floating(part.dtype) and part.width > 1
         return codecs.SPLIT_ZSTD if split else self._packs.codec
+
+
+def _span(chunks: Sequence[_Hashed]) -> int:
+    """The bytes from the first of some chunks of a run to the end of the last."""
+    return chunks[-1].cut.stop - chunks[0].cut.start
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
