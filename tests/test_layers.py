@@ -106,6 +106,7 @@ QUICK = (
     "ckptstore.log.log",
     "ckptstore.index.queries",
     "ckptstore.cli.main",
+    "ckptstore.plugins.hosts.agent",
 )
 SLOW = (
     *("numpy", "torch", "sqlalchemy", "alembic", "fsspec", "s3fs", "pydantic", "lmdb"),

@@ -1,7 +1,7 @@
 """Read leaves of commits, or parts of them, into memory."""
 
 from ckptstore.contents import CommitContents, Leaf, Trees, contents_at, leaf_of
-from ckptstore.repository.chunk_reader import FileRange, coalesce, cut
+from ckptstore.repository.chunk_reader import coalesce, cut
 from ckptstore.repository.footers import read_table
 from ckptstore.restore.read_plan import ChunkTarget, select
 from ckptstore.restore.reader import (

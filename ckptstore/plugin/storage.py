@@ -4,6 +4,7 @@ from ckptstore.storage import open_storage
 from ckptstore.storage.contract import (
     COPY,
     Capabilities,
+    FileRange,
     OpenFile,
     Storage,
     Writer,

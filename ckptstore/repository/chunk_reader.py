@@ -24,7 +24,7 @@ from ckptstore.log.state import Pack
 from ckptstore.objects import codecs, patches
 from ckptstore.objects.pack import FooterTable, entries
 from ckptstore.repository.thread_pool import Scratch
-from ckptstore.storage.contract import COPY, OpenFile, Storage
+from ckptstore.storage.contract import COPY, Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -130,19 +130,6 @@ class MergedRead(NamedTuple):
             found.append(out)
             at = entry.offset + out.nbytes
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Stored bytes of chunks in a local file, which stays open while this object lives."""
-
-    key: str
-    file: OpenFile
-    offset: int
-    nbytes: int
-
-    def fileno(self) -> int:
-        return self.file.fd
 
 
 @dataclass(frozen=True, slots=True)

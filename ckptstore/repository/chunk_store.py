@@ -36,7 +36,6 @@ from ckptstore.objects import codecs, patches
 from ckptstore.repository.chunk_reader import (
     METADATA_BYTES_MAX,
     NO_BASES,
-    FileRange,
     MergedRead,
     PackRead,
     Request,
@@ -59,7 +58,7 @@ from ckptstore.repository.patch_bases import PatchBases
 from ckptstore.repository.patch_chains import LOOKS, Rounded, RoundedChunk, follow
 from ckptstore.repository.patched_chunks import Damaged, Located, PatchedReads, overlap
 from ckptstore.repository.thread_pool import Scratch, ThreadPool, one_by_one, shared
-from ckptstore.storage.contract import Storage
+from ckptstore.storage.contract import FileRange, Storage
 from ckptstore.storage.read_cache import ReadCache
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from typing import Any
 
 from ckptstore.core.ids import checksum, digest
 from ckptstore.errors import Corrupt, InvalidInput, Unavailable
-from ckptstore.repository.chunk_reader import FileRange
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.read_plan import ChunkTarget
+from ckptstore.storage.contract import FileRange
 from ckptstore.storage.local_files import transfer, unreadable
 
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY

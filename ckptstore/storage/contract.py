@@ -73,6 +73,19 @@ class OpenFile(Protocol):
     fd: int
 
 
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of an object in a local file, which stays open while this lives."""
+
+    key: str
+    file: OpenFile
+    offset: int
+    nbytes: int
+
+    def fileno(self) -> int:
+        return self.file.fd
+
+
 class Storage(Protocol):
     """Objects by key. Thread-safe, and usable in a forked child.
 

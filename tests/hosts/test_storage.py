@@ -11,12 +11,13 @@ from shutil import rmtree
 import pytest
 
 from ckptstore.core.ids import SessionId, log_key
+from ckptstore.distributed.addresses import listen
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
-from ckptstore.interop.torchft.wire import Invitation
+from ckptstore.interop.torchft.invitation import Invitation
 from ckptstore.log.entries import Entry, Settings, decode_entry, encode_entry, origin
 from ckptstore.plugins.hosts import peer
 from ckptstore.plugins.hosts.agent import AgentServer
-from ckptstore.plugins.hosts.join import replace_damaged
+from ckptstore.plugins.hosts.joining import replace_damaged
 from ckptstore.plugins.hosts.members import (
     AGENT_NAME,
     Members,
@@ -56,7 +57,8 @@ class Site:
         self.servers = []
         for root in self.roots:
             root.mkdir(exist_ok=True)
-            server = AgentServer(root, f"instance-{root.name}", f"token-{root.name}")
+            agent = Invitation(f"instance-{root.name}", f"token-{root.name}", ())
+            server = AgentServer(root, listen(), agent)
             stack.callback(server.close)
             self.servers.append(server)
         self.join("job-1")

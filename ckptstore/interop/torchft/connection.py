@@ -12,23 +12,21 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 
 from ckptstore.errors import CkptStoreError, Conflict, Corrupt, InvalidInput, Unavailable
+from ckptstore.interop.torchft.invitation import HELLO_PATH, Invitation
 from ckptstore.interop.torchft.wire import (
     DESCRIPTION_BYTES_MAX,
-    HELLO_PATH,
     TRANSFER_HEADER,
     VERIFY_HEADER,
     WAIT_HEADER,
     Description,
-    Invitation,
     decode_description,
     encode_request,
     path_of,
 )
-from ckptstore.plugin.ranks import Address, reach
+from ckptstore.plugin.addresses import Address, cut_off, reach
 
 HELLOS = 4
 """An address may belong to another process: its answer is awaited for this part of the patience."""
@@ -313,12 +311,6 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, out: memoryview) -> int:  # type: ignore[override]  # what a buffered reader passes
         return self._connection.receive(out)
-
-
-def cut_off(connection: socket.socket) -> None:
-    """End a connection, also while another thread waits on it."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _timeval(seconds: float) -> bytes:

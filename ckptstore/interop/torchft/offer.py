@@ -34,7 +34,7 @@ from ckptstore.interop.torchft.wire import (
 from ckptstore.plugin.encoding import encode_schema, split_pages
 from ckptstore.plugin.leaves import FlatState, Source, memory_of
 from ckptstore.plugin.model import INLINE_BYTES, RUN_BYTES, ChunkId, LeafContent
-from ckptstore.plugin.reading import FileRange
+from ckptstore.plugin.storage import FileRange
 from ckptstore.plugin.tensors import (
     Buffer,
     BufferPool,

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.torchft.connection import Deadline, Route
 from ckptstore.interop.torchft.fetch import Peers
+from ckptstore.interop.torchft.invitation import Invitation
 from ckptstore.interop.torchft.offer import Stored, flatten_state, make_offer
 from ckptstore.interop.torchft.receive import Received, Transfer
-from ckptstore.interop.torchft.server import TransportServer
-from ckptstore.interop.torchft.wire import (
-    Invitation,
-    decode_invitation,
-    encode_invitation,
-)
+from ckptstore.interop.torchft.state_server import StateServer
+from ckptstore.interop.torchft.wire import decode_invitation, encode_invitation
 from ckptstore.plugin import stores
+from ckptstore.plugin.addresses import listen, own_addresses
 from ckptstore.plugin.model import CHUNK_BYTES, default_threads
-from ckptstore.plugin.ranks import own_addresses
 from ckptstore.plugin.tensors import BufferPool, default_budget
 from ckptstore.plugin.work import ThreadPool, behind, cached_property, free_bytes
 
@@ -96,9 +93,7 @@ class StoreTransport(CheckpointTransport[T]):  # type: ignore[misc]
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._left: dict[bytes, memoryview] = {}
         instance, token = secrets.token_hex(16), secrets.token_hex(32)
-        self._server = TransportServer(
-            instance, token, timeout_s=self._timeout_s, host=host, port=port
-        )
+        self._server = StateServer(listen(host, port), instance, token, timeout_s=self._timeout_s)
         addresses = own_addresses(self._server.port, host)
         self._metadata = encode_invitation(Invitation(instance, token, addresses))
         self.staged_bytes = 0

@@ -7,17 +7,18 @@ checksum, as a store has it, which detects accidental damage but not deliberate 
 (docs/decisions/036-chunks-travel-under-fast-checksums.md).
 """
 
+import json
 import re
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
-from pydantic.dataclasses import dataclass as validated
+from pydantic import BaseModel, Field, StringConstraints
 from xxhash import xxh3_128
 
 from ckptstore.errors import Corrupt, InvalidInput
+from ckptstore.interop.torchft.invitation import Invitation, invitation_of
 from ckptstore.plugin.encoding import canonical
 from ckptstore.plugin.model import (
     CHECKSUM_BYTES,
@@ -30,7 +31,6 @@ from ckptstore.plugin.model import (
 )
 from ckptstore.plugin.writing import items_of
 
-HELLO_PATH = "/ckptstore/1/hello"
 _PATH = re.compile(r"/ckptstore/1/(state|chunks)/(-?[0-9]{1,18})")
 
 WAIT_HEADER = "Ckptstore-Wait-Ms"
@@ -64,17 +64,6 @@ Size: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
 Sizes: TypeAlias = tuple[Size, ...]
 
 
-@validated(frozen=True, slots=True, config=ConfigDict(hide_input_in_errors=True))
-class Invitation:
-    """How to reach a transport: the secret `token` opens it, and the public `instance` identifies
-    it at an address.
-    """
-
-    instance: Word
-    token: Word = field(repr=False)
-    addresses: tuple[tuple[Word, Size], ...]
-
-
 class _Described(BaseModel):
     """A description as it travels, where DTensors name meshes by their number."""
 
@@ -84,9 +73,6 @@ class _Described(BaseModel):
     meshes: list[tuple[Sizes, Sizes, tuple[Word, ...]]]
     placed: list[tuple[Size, Size, tuple[Word, ...], Sizes, Word]]
     patches: tuple[Word, Size] | None = None
-
-
-_INVITATIONS = TypeAdapter(Invitation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +163,7 @@ def checksum_of(name: bytes) -> bytes:
 
 
 def encode_invitation(invitation: Invitation) -> str:
-    return _INVITATION + _INVITATIONS.dump_json(invitation).decode()
+    return _INVITATION + json.dumps(asdict(invitation))
 
 
 def decode_invitation(text: str) -> Invitation:
@@ -185,7 +171,7 @@ def decode_invitation(text: str) -> Invitation:
     try:
         if not text.startswith(_INVITATION) or len(text) > _INVITATION_BYTES_MAX:
             raise ValueError("it is something else")
-        return _INVITATIONS.validate_json(text.removeprefix(_INVITATION))
+        return invitation_of(json.loads(text.removeprefix(_INVITATION)))
     except ValueError as error:
         raise InvalidInput(
             f"this is no metadata of a StoreTransport: it begins with {text[:40]!r}; both replicas "

@@ -1,4 +1,4 @@
-"""`python -m ckptstore.plugins.hosts DIRECTORY`: the agent of a host."""
+"""`python -m ckptstore.plugins.hosts DIRECTORY SOCKET`: the agent of a host."""
 
 from ckptstore.plugins.hosts.agent import main
 

@@ -1,6 +1,6 @@
 """How does a host give the others its part of the store, also when its ranks have ended?
 
-`python -m ckptstore.plugins.hosts DIRECTORY` serves the objects in a directory by key, over
+`python -m ckptstore.plugins.hosts DIRECTORY SOCKET` serves the objects in a directory by key, over
 the server of torchft's transport: its token, its limits, its connections. It ends with its
 directory, or when no process of this host has used the store, and nobody has asked, for `--idle-s`.
 A request names its job; an agent whose host has joined another job refuses it, so that a job that
@@ -10,7 +10,7 @@ was cut off changes nothing any more.
 import argparse
 import os
 import re
-import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,13 +27,11 @@ from ckptstore.errors import (
     NotFound,
     Unavailable,
 )
-from ckptstore.interop.torchft.server import Handler, Refused, TransportServer
-from ckptstore.interop.torchft.wire import HELLO_PATH, Invitation
+from ckptstore.interop.torchft.invitation import HELLO_PATH, Invitation
+from ckptstore.interop.torchft.server import Handler, Refused, Server
 from ckptstore.plugin.model import CONFIG_KEY, MIB, log_key, new_session_id
-from ckptstore.plugin.ranks import own_addresses
-from ckptstore.plugin.reading import FileRange
-from ckptstore.plugin.storage import Storage, open_storage
-from ckptstore.plugins.hosts.members import before, in_job, is_in_use, write_agent
+from ckptstore.plugin.storage import FileRange, Storage, open_storage
+from ckptstore.plugins.hosts.members import before, in_job, is_in_use, read_agent
 
 JOB_HEADER = "Ckptstore-Job"
 TAIL_HEADER = "Ckptstore-Tail"
@@ -58,18 +56,20 @@ _STATUS: tuple[tuple[type[CkptStoreError], HTTPStatus], ...] = (
 )
 
 
-class AgentServer(TransportServer):
+class AgentServer(Server):
     """Serves the objects of the directory `root`."""
 
     connections_max = 4096
     """Each rank of the job may have a few."""
 
-    def __init__(self, root: Path, instance: str, token: str) -> None:
+    def __init__(self, root: Path, listening: socket.socket, agent: Invitation) -> None:
         self.root, self.storage = root, open_storage(root)
         self.asked_at = time.monotonic()
         self._seen_in = ""
         self._directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        super().__init__(instance, token, timeout_s=TIMEOUT_S, handler=_ObjectHandler)
+        super().__init__(
+            listening, agent.instance, agent.token, timeout_s=TIMEOUT_S, handler=_ObjectHandler
+        )
 
     def close(self, *, wait: bool = True) -> None:
         super().close(wait=wait)
@@ -277,14 +277,15 @@ def key_before(key: str) -> str | None:
 
 
 def main() -> None:
-    """Serve the directory that the command line names, until the agent ends."""
+    """Serve the directory that the command line names, until the agent ends. Whoever started it
+    has told who it is, and opened its socket, so that it may be asked before it is here."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("socket", type=int, help="the descriptor of a socket that listens")
     parser.add_argument("--idle-s", type=float, default=IDLE_S)
     asked = parser.parse_args()
-    root, token = asked.directory, secrets.token_hex(32)
-    server = AgentServer(root, secrets.token_hex(16), token)
-    write_agent(root, Invitation(server.instance, token, own_addresses(server.port)))
+    root = asked.directory
+    server = AgentServer(root, socket.socket(fileno=asked.socket), read_agent(root))
     ended = threading.Event()
     while server.is_in_place() and not server.is_idle(asked.idle_s):
         ended.wait(min(1.0, asked.idle_s))

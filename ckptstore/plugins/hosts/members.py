@@ -22,7 +22,7 @@ from ckptstore.errors import (
     NotFound,
     Unavailable,
 )
-from ckptstore.interop.torchft.wire import Invitation
+from ckptstore.interop.torchft.invitation import Invitation, invitation_of
 from ckptstore.plugin.files import distrust
 
 MEMBERS_NAME = "hosts.json"
@@ -153,10 +153,9 @@ def read_members(root: Path) -> Members:
 def invitation(said: Any) -> Invitation:
     """An invitation from JSON. Raises `Corrupt`."""
     try:
-        addresses = tuple((str(host), int(port)) for host, port in said["addresses"])
-        return Invitation(said["instance"], said["token"], addresses)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"this is no way to an agent: {error!r}; join again") from error
+        return invitation_of(said)
+    except ValueError as error:
+        raise Corrupt(f"this is no way to an agent: {error}; join again") from error
 
 
 def write_agent(root: Path, agent: Invitation) -> None:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from urllib.parse import quote
 
 from ckptstore.errors import Conflict, Corrupt, NoSpace, NotFound, Unavailable
-from ckptstore.interop.torchft.wire import HELLO_PATH, Invitation
-from ckptstore.plugin.ranks import reach
+from ckptstore.interop.torchft.invitation import HELLO_PATH, Invitation
+from ckptstore.plugin.addresses import reach
 from ckptstore.plugin.work import survives_forks
 from ckptstore.plugins.hosts.agent import (
     JOB_HEADER,

@@ -16,7 +16,8 @@ pytest.importorskip(
 )
 
 from ckptstore.interop.torchft import StoreTransport
-from ckptstore.interop.torchft.wire import Invitation, decode_invitation, encode_invitation
+from ckptstore.interop.torchft.invitation import Invitation
+from ckptstore.interop.torchft.wire import decode_invitation, encode_invitation
 from tests.support.servers.proxy import Proxy, proxy_to
 
 Start = Callable[..., StoreTransport[Any]]

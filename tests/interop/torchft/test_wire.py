@@ -10,9 +10,9 @@ from ckptstore.core.ids import CHUNK_ID_BYTES, checksum, digest
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.interop.torchft import wire
 from ckptstore.interop.torchft.fetch import Wanted
+from ckptstore.interop.torchft.invitation import HELLO_PATH, Invitation
 from ckptstore.interop.torchft.wire import (
     Description,
-    Invitation,
     MeshName,
     MeshPlacement,
     ServedPatch,
@@ -151,7 +151,7 @@ def test_a_request_names_its_chunks(chunks: list[bytes]) -> None:
     [
         (wire.path_of("state", 5), ("state", 5)),
         (wire.path_of("chunks", -1), ("chunks", -1)),
-        (wire.HELLO_PATH, None),
+        (HELLO_PATH, None),
         ("/ckptstore/1/state/", None),
         ("/ckptstore/1/state/5/..", None),
         ("/ckptstore/1/state/" + "9" * 30, None),

@@ -39,23 +39,23 @@ from ckptstore.errors import (
     NotFound,
     Unavailable,
 )
-from ckptstore.interop.torchft.wire import Invitation
+from ckptstore.interop.torchft.invitation import Invitation
+from ckptstore.plugin.addresses import listen, own_addresses
 from ckptstore.plugin.handles import StoreHandle, read_config
 from ckptstore.plugin.model import CONFIG_KEY, log_key, pack_key
 from ckptstore.plugin.ranks import collective_of
 from ckptstore.plugin.storage import Storage, ensure_reserve, open_storage
 from ckptstore.plugins.hosts.agent import ENTRY
 from ckptstore.plugins.hosts.members import (
-    AGENT_NAME,
     Members,
     before,
-    beside,
     enter,
     in_job,
     invitation,
     join_lineage,
     read_agent,
     read_members,
+    write_agent,
 )
 from ckptstore.plugins.hosts.peer import Peer
 from ckptstore.plugins.hosts.plan import (
@@ -142,7 +142,7 @@ class _Joining:
         job, chosen = self._job(told, answer[2]), answer[1]
         lineage = (*(told[chosen].facts.lineage if chosen is not None else ()), job.job)[-LINEAGE:]
         head = told[chosen].facts.head if chosen is not None else 0
-        self._share("join: members", lambda: enter(self._root, self._before, job))
+        self._share("join: members", lambda: self._enter(job))
         self._share("join: damage", lambda: self._replace_damaged(job, chosen))
         self._share("join: log", lambda: self._take_log(job, chosen, head))
         self._share("join: copies", lambda: self._take_copies(job))
@@ -178,8 +178,8 @@ class _Joining:
             return None
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._before = before(self._root)
-        facts = facts_of(self._root, self._name)
-        return asdict(facts), self._domain, asdict(_agent(self._root))
+        agent = _agent(self._root)
+        return asdict(facts_of(self._root, self._name)), self._domain, asdict(agent)
 
     def _choose(self, handed_in: Sequence[Any]) -> Any:
         """The first rank's answer: all that was told, whose log holds, and the job."""
@@ -193,6 +193,10 @@ class _Joining:
         self._takers = partners([each.domain for each in told], self._copies)
         agents = tuple(each.agent for each in told)
         return Members(job, me, names, agents, self._takers[me], told[me].facts.lineage)
+
+    def _enter(self, job: Members) -> None:
+        enter(self._root, self._before, job)
+        _await_agent(self._root)
 
     def _replace_damaged(self, job: Members, chosen: int | None) -> None:
         if chosen is not None:
@@ -354,25 +358,39 @@ def _log_of(host: Storage | Peer) -> list[str]:
 
 
 def _agent(root: Path) -> Invitation:
-    """The agent of this host; it is started if none answers."""
-    try:
+    """The agent of this host. It is started if none answers, and may be asked at once: its socket
+    listens, and it answers when it is there."""
+    with suppress(CkptStoreError):
         known = read_agent(root)
-        peer = Peer("this one", known, "")
-        if peer.answers():
+        if _answers(known):
             return known
-    except CkptStoreError:
-        pass
-    (beside(root, AGENT_NAME)).unlink(missing_ok=True)
-    # The shell ends at once, so that the agent is nobody's child, and has none of our files open.
-    command = ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", AGENT, str(root)]
-    nothing = subprocess.DEVNULL
-    subprocess.run(
-        command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, check=True
-    )
+    with listen() as listening:
+        addresses = own_addresses(listening.getsockname()[1])
+        agent = Invitation(secrets.token_hex(16), secrets.token_hex(32), addresses)
+        write_agent(root, agent)
+        # The shell ends at once, so that the agent is nobody's child.
+        command = ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", AGENT, str(root)]
+        nothing, descriptor = subprocess.DEVNULL, listening.fileno()
+        subprocess.run(
+            [*command, str(descriptor)],
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,
+            pass_fds=(descriptor,),
+            check=True,
+        )
+    return agent
+
+
+def _answers(agent: Invitation) -> bool:
+    return Peer("this one", agent, "").answers()
+
+
+def _await_agent(root: Path) -> None:
+    """Return when the agent of this host is there."""
     until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        try:
-            return read_agent(root)
-        except NotFound:
-            time.sleep(0.02)
-    raise Unavailable(f"no agent for {root} came up within {START_S:.0f} s")
+    while not _answers(read_agent(root)):
+        if time.monotonic() > until:
+            raise Unavailable(f"no agent for {root} came up within {START_S:.0f} s")
+        time.sleep(0.02)
