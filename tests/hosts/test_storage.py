@@ -1,7 +1,6 @@
 """Objects that lie on several hosts are one storage; what one host lacks or is silent about is not
 said to be absent."""
 
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -369,20 +368,6 @@ def test_a_connection_is_kept_for_the_next_request(
         asked.delete(key)
         assert asked.size(key) is None
     assert len(opened) == 1
-
-
-def test_an_object_without_a_length_is_not_made_empty(
-    site: Site, hosts: list[HostsStorage]
-) -> None:
-    head = (
-        f"PUT /ckptstore/1/objects/packs/aa/one HTTP/1.1\r\nHost: a\r\nCkptstore-Job: job-1\r\n"
-        f"Authorization: Bearer token-{site.roots[0].name}\r\nCkptstore-New: 1\r\n"
-    )
-    for length in ("", "Transfer-Encoding: chunked\r\n", "Content-Length: 9999999999\r\n"):
-        with socket.create_connection(("127.0.0.1", site.servers[0].port), 5) as asking:
-            asking.sendall(f"{head}{length}\r\n".encode())
-            assert b" 400 " in asking.recv(1000)
-    assert site.files("packs/aa/one") == [False] * 3
 
 
 def test_a_damaged_way_to_an_agent_is_said_to_be_damaged(site: Site) -> None:

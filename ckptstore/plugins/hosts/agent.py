@@ -8,6 +8,7 @@ was cut off changes nothing any more.
 """
 
 import argparse
+import mmap
 import os
 import re
 import socket
@@ -44,6 +45,7 @@ SIZE_HEADER = "Ckptstore-Size"
 OBJECTS, LISTS = "/ckptstore/1/objects/", "/ckptstore/1/list/"
 ENTRY = re.compile(r"log/(\d{12})")
 OBJECT_BYTES_MAX = 900_000_000
+_CHUNK = re.compile(rb"([0-9a-f]{1,8})\r\n")
 IDLE_S = 1800.0
 TIMEOUT_S = 300.0
 
@@ -101,8 +103,8 @@ class AgentServer(Server):
 class _ObjectHandler(Handler):
     """Objects by key: GET, PUT and DELETE; keys and sizes by prefix."""
 
-    _left = 0
-    """Bytes of the body that were not read yet."""
+    _pieces: Iterator[memoryview] = iter(())
+    """Of the body, those that were not read yet."""
 
     @property
     def _agent(self) -> AgentServer:
@@ -124,32 +126,57 @@ class _ObjectHandler(Handler):
                 self._send_object(self._key())
 
     def do_PUT(self) -> None:
-        length = self._number("Content-Length")
-        self._left = length or 0
+        self._pieces = self._body()
         with self._answering():
-            if length is None or length > OBJECT_BYTES_MAX:
-                self.close_connection = True  # the rest is not read
-                raise Refused(
-                    HTTPStatus.BAD_REQUEST,
-                    f"wanted a Content-Length of at most {OBJECT_BYTES_MAX} bytes",
-                )
-            created = self._create(self._key(), length)
-            self._answer(HTTPStatus.CREATED if created else HTTPStatus.OK, b"")
+            if NEW_HEADER in self.headers:
+                created = self._create(self._key())
+                self._answer(HTTPStatus.CREATED if created else HTTPStatus.OK, b"")
+            else:
+                data = b"".join(map(bytes, self._pieces))
+                with in_job(self._agent.root, self._job()):
+                    self._storage.put(self._key(), data)
+                self._answer(HTTPStatus.CREATED, b"")
 
     def _refuse(self, refused: Refused) -> None:
         """Answer after the body, so that the peer reads the answer."""
-        while self._left and not self.close_connection:
-            self._body(self._left)
+        for _ in self._pieces:
+            pass
         super()._refuse(refused)
 
-    def _body(self, nbytes: int) -> bytes:
-        """Up to 1 MiB of the body."""
-        data = self.rfile.read(min(MIB, nbytes))
-        if not data:
-            self.close_connection = True
-            raise Refused(HTTPStatus.BAD_REQUEST, "the body ended early")
-        self._left -= len(data)
-        return data
+    def _body(self) -> Iterator[memoryview]:
+        """The body, in memory that the next piece takes."""
+        memory, left = memoryview(mmap.mmap(-1, MIB)), OBJECT_BYTES_MAX
+        for nbytes in self._sizes():
+            left -= nbytes
+            if left < 0:
+                raise self._no_body(f"wanted at most {OBJECT_BYTES_MAX} bytes")
+            while nbytes:
+                came = self.rfile.readinto(memory[: min(MIB, nbytes)])
+                if not came:
+                    raise self._no_body("the body ended early")
+                nbytes -= came
+                yield memory[:came]
+
+    def _sizes(self) -> Iterator[int]:
+        """Of the chunks in which the body comes (RFC 9112, section 7.1), or of the whole."""
+        coding, length = self.headers.get("Transfer-Encoding"), self._number("Content-Length")
+        if length is not None and coding is None:
+            yield length
+        elif coding == "chunked":
+            while line := _CHUNK.fullmatch(self.rfile.readline(16)):
+                nbytes = int(line[1], 16)
+                yield nbytes
+                if self.rfile.readline(4) != b"\r\n":
+                    break
+                if not nbytes:
+                    return
+            raise self._no_body("a chunk does not begin, or end, where it should")
+        else:
+            raise self._no_body("wanted a Content-Length, or chunks")
+
+    def _no_body(self, why: str) -> Refused:
+        self.close_connection = True  # the rest is not read
+        return Refused(HTTPStatus.BAD_REQUEST, why)
 
     def do_DELETE(self) -> None:
         with self._answering():
@@ -192,7 +219,7 @@ class _ObjectHandler(Handler):
 
     def _send_object(self, key: str) -> None:
         whole, size = None, self._storage.size(key)
-        if size is not None and not key.startswith("packs/"):
+        if size and self._number(TAIL_HEADER) != 0 and not key.startswith("packs/"):
             # It may be replaced, by a `put` or where it is damaged, and an open file would not be.
             whole = memoryview(self._storage.read(key))
             size = whole.nbytes
@@ -229,27 +256,13 @@ class _ObjectHandler(Handler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
 
-    def _create(self, key: str, length: int) -> bool:
+    def _create(self, key: str) -> bool:
         """Store the body under `key`; False if an object has that name, which stays. An entry of
         the log is refused as long as the one before it is absent."""
-        storage, is_new = self._storage, NEW_HEADER in self.headers
-        if is_new and length > MIB:
-            return self._create_large(key)
-        data = b""
-        while self._left:
-            data += self._body(self._left)
-        with in_job(self._agent.root, self._job()):
-            self._check_earlier(key)
-            if is_new:
-                return storage.put_new(key, data)
-            storage.put(key, data)
-            return True
-
-    def _create_large(self, key: str) -> bool:
         writer = self._storage.create(key, session=new_session_id())
         try:
-            while self._left:
-                writer.append((memoryview(self._body(self._left)),))
+            for piece in self._pieces:
+                writer.append((piece,))
             with in_job(self._agent.root, self._job()):
                 self._check_earlier(key)
                 try:

@@ -65,7 +65,7 @@ from ckptstore.plugins.hosts.plan import (
     missing_copies,
     partners,
 )
-from ckptstore.plugins.hosts.storage import SCHEME, check_intact, peers_of, read_whole
+from ckptstore.plugins.hosts.storage import SCHEME, check_intact, file_of, peers_of
 
 if TYPE_CHECKING:
     from ckptstore.plugin.ranks import Collective
@@ -239,7 +239,7 @@ class _Joining:
             wanted = missing_copies(have, self._takers)
             mine = [copy for copy in wanted if copy.source == job.me]
             for copy in mine:
-                peers[copy.taker].put_new(copy.key, memoryview(read_whole(own, copy.key)))
+                peers[copy.taker].put_file(file_of(own, copy.key))
             if mine:
                 logger.info("%s: %d copies of packs went to other hosts", self._name, len(mine))
 

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import quote
 
 from ckptstore.errors import Conflict, Corrupt, NoSpace, NotFound, Unavailable
 from ckptstore.interop.torchft.invitation import HELLO_PATH, Invitation
 from ckptstore.plugin.addresses import reach
+from ckptstore.plugin.storage import FileRange
 from ckptstore.plugin.work import survives_forks
 from ckptstore.plugins.hosts.agent import (
     JOB_HEADER,
@@ -95,6 +97,18 @@ class Peer:
         with self._asking("PUT", OBJECTS + quote(key), {NEW_HEADER: "1"}, data) as got:
             return got.status == http.client.CREATED
 
+    def put_file(self, whole: FileRange) -> None:
+        """Put a new object that lies here in a file. Raises `Conflict` if it is there with another
+        size."""
+        with self._asking("PUT", OBJECTS + quote(whole.key), {NEW_HEADER: "1"}, whole) as got:
+            created = got.status == http.client.CREATED
+        if not created and self.size(whole.key) != whole.nbytes:
+            raise Conflict(f"{whole.key} has other bytes on host {self.name}; join again")
+
+    def upload(self, key: str) -> "Upload":
+        """Begin a new object whose bytes follow."""
+        return Upload(self, key)
+
     def delete(self, key: str) -> None:
         """As `Storage.delete`."""
         with self._asking("DELETE", OBJECTS + quote(key), {}):
@@ -128,10 +142,16 @@ class Peer:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | memoryview | None = None,
+        body: bytes | memoryview | FileRange | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer to a request, which the block reads. Raises what the agent says."""
-        connection, answer = self._ask(method, path, headers, body)
+        with self._answered(*self._ask(method, path, headers, body)) as answer:
+            yield answer
+
+    @contextmanager
+    def _answered(
+        self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse
+    ) -> Iterator[http.client.HTTPResponse]:
         try:
             if answer.status >= http.client.BAD_REQUEST:
                 why = answer.read(4096).decode("utf-8", "replace")
@@ -155,14 +175,13 @@ class Peer:
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | memoryview | None,
+        body: bytes | memoryview | FileRange | None,
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        own = {"Authorization": f"Bearer {self._agent.token}", JOB_HEADER: self._job}
         for left in reversed(range(TRIES)):
             connection = None
             try:
                 connection = self._taken() if left == TRIES - 1 else self._connected()
-                connection.request(method, path, body, own | dict(headers))
+                self._send(connection, method, path, headers, body)
                 answer = connection.getresponse()
                 if answer.status != http.client.SERVICE_UNAVAILABLE:
                     return connection, answer
@@ -174,6 +193,24 @@ class Peer:
             if left:
                 time.sleep(PAUSE_S)
         raise Unavailable(f"host {self.name} does not answer: {failed!r}") from failed
+
+    def _send(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | memoryview | FileRange | None,
+    ) -> None:
+        own = {"Authorization": f"Bearer {self._agent.token}", JOB_HEADER: self._job}
+        own |= headers
+        if isinstance(body, FileRange):
+            connection.request(method, path, None, own | {"Content-Length": str(body.nbytes)})
+            opened: Any = connection.sock
+            if (sent := opened.sendfile(body, body.offset, body.nbytes)) < body.nbytes:
+                raise ConnectionResetError(f"{body.key} ends after {sent} of {body.nbytes} bytes")
+        else:
+            connection.request(method, path, body, own)
 
     def _taken(self) -> http.client.HTTPConnection:
         """A connection that nobody uses, or a new one."""
@@ -203,6 +240,55 @@ class Peer:
             return answer.read(200) == self._agent.instance.encode() and answer.isclosed()
         except (OSError, http.client.HTTPException):
             return False
+
+
+class Upload:
+    """A new object that goes to an agent as its bytes come, by one thread at a time. Where the
+    connection breaks, `finish` sends the whole."""
+
+    def __init__(self, peer: Peer, key: str) -> None:
+        self._peer, self._connection = peer, None
+        headers = {NEW_HEADER: "1", "Transfer-Encoding": "chunked"}
+        with self._breaking():
+            self._connection = peer._taken()
+            peer._send(self._connection, "PUT", OBJECTS + quote(key), headers, None)
+
+    def append(self, buffers: Sequence[memoryview]) -> None:
+        """Send `buffers`. The caller may reuse them on return."""
+        sizes = [buffer.nbytes for buffer in buffers]
+        if self._connection and sum(sizes):
+            with self._breaking():
+                self._connection.send(b"%x\r\n" % sum(sizes))
+                for buffer in buffers:
+                    self._connection.send(buffer.cast("B"))
+                self._connection.send(b"\r\n")
+
+    def finish(self, whole: FileRange) -> None:
+        """Give the object, which lies here as `whole`, its name there. Raises as
+        `Peer.put_file`."""
+        with self._breaking():
+            if self._connection:
+                self._connection.send(b"0\r\n\r\n")
+                answer = self._connection.getresponse()
+        if connection := self._connection:
+            self._connection = None
+            with self._peer._answered(connection, answer) as got:
+                if got.status == http.client.CREATED:
+                    return
+        self._peer.put_file(whole)
+
+    def discard(self) -> None:
+        """Send no more: the agent drops what came."""
+        connection, self._connection = self._connection, None
+        if connection:
+            connection.close()
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException):
+            self.discard()
 
 
 def _whole(answer: http.client.HTTPResponse, what: str) -> bytes:

@@ -37,6 +37,7 @@ from ckptstore.plugin.storage import (
     COPY,
     RESERVE_KEY,
     Capabilities,
+    FileRange,
     OpenFile,
     Storage,
     Writer,
@@ -44,7 +45,7 @@ from ckptstore.plugin.storage import (
 )
 from ckptstore.plugins.hosts.agent import ENTRY
 from ckptstore.plugins.hosts.members import InUse, Members, in_job, read_members
-from ckptstore.plugins.hosts.peer import Peer
+from ckptstore.plugins.hosts.peer import Peer, Upload
 
 logger = logging.getLogger("ckptstore")
 
@@ -180,7 +181,13 @@ class HostsStorage:
         self, key: str, *, session: SessionId, unbuffered: bool = False, aside: bool = False
     ) -> Writer:
         own = self._local.create(key, session=session, unbuffered=unbuffered, aside=aside)
-        return _CopyingWriter(own, lambda: self._copy(key), lambda: self._withdraw(key))
+        takers = [host for host in self._homes(key) if isinstance(host, Peer)]
+        return _CopyingWriter(
+            own,
+            [taker.upload(key) for taker in takers],
+            lambda: file_of(self._local, key),
+            lambda: self._withdraw(key),
+        )
 
     def sync_dirs(self, keys: Iterable[str]) -> None:
         self._local.sync_dirs(keys)
@@ -295,15 +302,6 @@ class HostsStorage:
         for n in range(first, last):
             host.put_new(log_key(n), self._find(log_key(n), _read_intact))
 
-    def _copy(self, key: str) -> None:
-        """Give the takers an object of this host."""
-        takers = [host for host in self._homes(key) if host is not self._own]
-        if takers:
-            data = read_whole(self._local, key)
-            for taker in takers:
-                if not taker.put_new(key, memoryview(data)) and taker.size(key) != len(data):
-                    raise Conflict(f"{key} has other bytes on host {taker.name}; join again")
-
     def _withdraw(self, key: str) -> None:
         """Delete an object that not all of its hosts could take, as far as they answer."""
         for host in self._homes(key):
@@ -312,21 +310,41 @@ class HostsStorage:
 
 
 class _CopyingWriter:
-    """A writer whose object is finished when its takers have it, too; otherwise it is discarded."""
+    """A writer whose object goes to its takers as it is written. It is finished when all have it;
+    otherwise it is discarded."""
 
-    def __init__(self, own: Writer, copy: Callable[[], None], withdraw: Callable[[], None]) -> None:
-        self._own, self._copy, self._withdraw = own, copy, withdraw
-        self.append, self.discard = own.append, own.discard
+    def __init__(
+        self,
+        own: Writer,
+        uploads: Sequence[Upload],
+        whole: Callable[[], FileRange],
+        withdraw: Callable[[], None],
+    ) -> None:
+        """`whole` is the finished object of this host."""
+        self._own, self._uploads, self._whole, self._withdraw = own, uploads, whole, withdraw
+
+    def append(self, buffers: Sequence[memoryview]) -> None:
+        self._own.append(buffers)
+        for upload in self._uploads:
+            upload.append(buffers)
 
     def finish(self) -> bool:
-        created = self._own.finish()
+        created = False
         try:
-            self._copy()
+            created = self._own.finish()
+            for upload in self._uploads:
+                upload.finish(self._whole())
         except BaseException:
+            self.discard()
             if created:
                 self._withdraw()
             raise
         return created
+
+    def discard(self) -> None:
+        self._own.discard()
+        for upload in self._uploads:
+            upload.discard()
 
 
 def _read_intact(host: Host, key: str) -> bytes:
@@ -349,11 +367,9 @@ def check_intact(key: str, data: bytes) -> None:
         decode_document(data, parse_commit_id(document[1]))
 
 
-def read_whole(storage: Storage, key: str) -> bytearray:
-    """An object in memory of its own."""
-    data = bytearray(storage.size(key) or 0)
-    storage.read_into(key, 0, [memoryview(data)])
-    return data
+def file_of(storage: Storage, key: str) -> FileRange:
+    """The whole of an object of this host."""
+    return FileRange(key, storage.open_file(key), 0, storage.size(key) or 0)
 
 
 def peers_of(members: Members) -> dict[int, Peer]:
