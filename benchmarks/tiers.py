@@ -2,20 +2,19 @@
 there and from the bucket behind it: `python -m benchmarks.tiers`.
 
 Both ranks and the bucket's server (moto) share the processors of this host, so the bucket is as
-fast as they let it be, and has no distance. Rates are per rank; all of a round alternate.
+fast as they let it be, and has no distance. Rates are per rank, times those of the slower
+one; all of a round alternate.
 """
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
 
 import ckptstore
+from benchmarks.notes import COPY, Notes, show, slowest
 from ckptstore import Async, KeepLast, Mirror, Storage
 from tests.distributed.layouts import meet, mesh_of
 from tests.distributed.pool import Pool
@@ -31,13 +30,6 @@ def opened(folder: Path, url: str, options: dict[str, Any]) -> ckptstore.Store:
     return ckptstore.open(folder / "local", mirror=mirror, background=background)
 
 
-def timed(act: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds on the clock, and of this process's processors."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    act()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
 def measure(rank: int, folder: Path, url: str, options: dict[str, Any]) -> dict[str, list[float]]:
     from torch.distributed.tensor import DTensor, Shard
 
@@ -46,41 +38,33 @@ def measure(rank: int, folder: Path, url: str, options: dict[str, Any]) -> dict[
     into = torch.zeros_like(part)
     rows = DTensor.from_local(part, mesh_of(RANKS, False), (Shard(0),), run_check=False)
     back = DTensor.from_local(into, mesh_of(RANKS, False), (Shard(0),), run_check=False)
-    found: dict[str, list[float]] = {}
+    notes, copy, state = Notes(), torch.empty_like(part), {"model": {"rows": rows}}
 
-    def note(name: str, act: Callable[[], Any]) -> None:
-        wall, cpu = timed(act)
-        found.setdefault(name, []).append(wall)
-        found.setdefault(f"{name}, CPU", []).append(cpu)
+    def resumed(store: ckptstore.Store, where: str) -> None:
+        notes.time(f"resume, {where}", lambda: store.resume({"model": {"rows": back}}))
+        assert torch.equal(into, part)
 
-    copy = torch.empty_like(part)
     for number in range(ROUNDS + 1):
         with opened(folder, url, options) as store:
             part.add_(1)
-            note("memcpy of the own part", lambda: copy.copy_(part))
-            pending: list[Any] = []
-            for step in (2 * number, 2 * number + 1):  # the second has warm staging memory
-                part.add_(1)
-                pending.append(store.commit_async({"model": {"rows": rows}}, step=step))
-                pending[-1].wait()
-            found.setdefault("step held by a commit", []).append(pending[1].timings.held_s)
-            found.setdefault("durable in memory", []).append(pending[1].timings.durable_s)
-            note("resume, warm", lambda: store.resume({"model": {"rows": back}}))
-            note("resume, warm", lambda: store.resume({"model": {"rows": back}}))
+            notes.time(COPY, lambda: copy.copy_(part))
+            store.commit_async(state, step=2 * number).wait()  # the next has warm staging memory
+            part.add_(1)
+            notes.commit(store, state, 2 * number + 1, "durable in memory")
+            store.resume({"model": {"rows": back}})
+            resumed(store, "warm")
             assert store.flush_mirror(120)
         into.zero_()
         with opened(folder, url, options) as store:
-            note("resume, own tier", lambda: store.resume({"model": {"rows": back}}))
-            assert torch.equal(into, part)
+            resumed(store, "own tier")
         into.zero_()
         torch.distributed.barrier()
         if rank == 0:
             shutil.rmtree(folder / "local")
         torch.distributed.barrier()
         with opened(folder, url, options) as store:
-            note("resume, bucket", lambda: store.resume({"model": {"rows": back}}))
-            assert torch.equal(into, part)
-    return {name: values[len(values) // (ROUNDS + 1) :] for name, values in found.items()}
+            resumed(store, "bucket")
+    return {name: values[1:] for name, values in notes.found.items()}
 
 
 def main() -> None:
@@ -92,10 +76,7 @@ def main() -> None:
     finally:
         pool.close()
         shutil.rmtree(folder)
-    nbytes = ELEMENTS // RANKS * 4
-    for name in found[0]:
-        seconds = median(median(each[name]) for each in found)
-        print(f"{name:32} {seconds * 1e3:8.0f} ms {nbytes / seconds / 1e9:6.2f} GB/s")
+    show(slowest(found), ELEMENTS // RANKS * 4)
 
 
 if __name__ == "__main__":

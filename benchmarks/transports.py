@@ -22,9 +22,10 @@ import torch
 
 from benchmarks import states
 from benchmarks.context import Context
-from benchmarks.links import Link, link
+from benchmarks.links import network
 from benchmarks.measure import Entrant, Result, alternate
 from benchmarks.states import State
+from tests.support.servers.hosts import Host, within
 
 _libc = ctypes.CDLL(None)
 
@@ -222,10 +223,14 @@ def sender(context: Context, rate: str) -> Iterator[Sender]:
     """A process that has the state: on this host, or with a `rate` on another one at the end of a
     link."""
     spawn = multiprocessing.get_context("spawn")
-    with link(rate) if rate else nullcontext() as cable:
+    with ExitStack() as stack:
+        there = None
+        if rate:
+            here, there = stack.enter_context(network(rate, rate))
+            stack.enter_context(within(here.name))
         ours, theirs = spawn.Pipe()
         process = spawn.Process(
-            target=_serve, args=(theirs, context.scale, context.folder(), cable), daemon=True
+            target=_serve, args=(theirs, context.scale, context.folder(), there), daemon=True
         )
         process.start()
         peer = Sender(ours)
@@ -236,9 +241,12 @@ def sender(context: Context, rate: str) -> Iterator[Sender]:
             process.join()
 
 
-def _serve(pipe: Connection, scale: float, folder: Path, cable: Link | None) -> None:
-    if cable:
-        cable.enter()  # before there are other threads
+def _serve(pipe: Connection, scale: float, folder: Path, host: Host | None) -> None:
+    with within(host.name) if host else nullcontext():  # before there are other threads
+        _serve_here(pipe, scale, folder, host)
+
+
+def _serve_here(pipe: Connection, scale: float, folder: Path, host: Host | None) -> None:
     from torchft.checkpointing.http_transport import HTTPTransport
 
     import ckptstore
@@ -253,19 +261,19 @@ def _serve(pipe: Connection, scale: float, folder: Path, cable: Link | None) -> 
         }
         store.commit(state.app)
         while (what := pipe.recv())[0] != "end":
-            pipe.send(_do(transports[what[1]], what, state, cable))
+            pipe.send(_do(transports[what[1]], what, state, host))
         for transport in (transports["chunks"], transports["committed"]):
             transport.shutdown()
     pipe.send(None)
 
 
-def _do(transport: Any, what: Any, state: State, cable: Link | None) -> str | None:
+def _do(transport: Any, what: Any, state: State, host: Host | None) -> str | None:
     if what[0] == "metadata":
         metadata: str = transport.metadata()
-        # torchft names the host, which no name server knows at the end of this cable.
+        # torchft names the host, which no name server knows there.
         return (
-            metadata.replace(f"//{socket.gethostname()}:", f"//{cable.address}:")
-            if cable
+            metadata.replace(f"//{socket.gethostname()}:", f"//{host.address}:")
+            if host
             else metadata
         )
     if what[0] == "send":
