@@ -44,7 +44,7 @@ from ckptstore.errors import (
     ReadOnly,
     Unavailable,
 )
-from ckptstore.log.resolve import Resolved, newest_first, resolved
+from ckptstore.log.resolve import Resolved, newest_first
 from ckptstore.maintenance.disk_space import DiskWatch
 from ckptstore.peers import Committer, collective_of
 from ckptstore.plugins.analysis.measurements import with_tensors
@@ -488,28 +488,29 @@ class StoreInternals:
     def candidates(self, peers: "Collective | None") -> Iterable[tuple[Reader | None, Resolved]]:
         """Commits of this run, newest first, each with a reader if only the mirror has it; with
         `peers`, as the coordinator lists them: the failure of a commit in the background that one
-        of them has not seen is raised on all."""
+        of them has not seen is raised on all. A gc may have purged one of them meanwhile: who opens
+        it finds out."""
         log, tier = self.handle.log, self.tier
         if peers is None:
             return self._newest_first()
 
-        def listed() -> list[tuple[CommitId, bool]]:
+        def listed() -> list[tuple[Resolved, bool]]:
             self.async_commits.settle()
             found = self._newest_first() if peers.leads else ()
-            return [(info.id, reader is None) for reader, info in found]
+            return [(info, reader is None) for reader, info in found]
 
         choice = peers.share("resume: choose", listed, lambda all_: all_[0])
-        rows = [(CommitId(commit), is_here) for commit, is_here in choice]
+        rows = [
+            (Resolved(CommitId(commit), SessionId(session), step, tuple(tags)), is_here)
+            for (commit, session, step, tags), is_here in choice
+        ]
         known = log.replay().commits
-        state = log.replay(refresh=any(is_here and c not in known for c, is_here in rows))
-
-        def opened() -> list[tuple[Reader | None, Resolved]]:
-            return [
-                (None, resolved(state, commit)) if is_here or tier is None else tier.named(commit)
-                for commit, is_here in rows
-            ]
-
-        return peers.on_all(opened) if tier else opened()
+        log.replay(refresh=any(is_here and info.id not in known for info, is_here in rows))
+        if tier is None:
+            return [(None, info) for info, _ in rows]
+        return peers.on_all(
+            lambda: [(None if is_here else tier.reader(), info) for info, is_here in rows]
+        )
 
     def _newest_first(self) -> list[tuple[Reader | None, Resolved]]:
         state = self.handle.log.replay()

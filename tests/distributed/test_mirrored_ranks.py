@@ -1,5 +1,6 @@
 """Ranks of one host commit to its disk or memory, and one of them uploads to a mirror."""
 
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
@@ -146,3 +147,36 @@ def test_500_lives_of_trainings(tmp_path: Path) -> None:
         happened |= play(folder, seed, lives=5)
         rmtree(folder)
     assert {"killed", "ended", "disk lost", "bit flipped", "pack lost", "mirror away"} <= happened
+
+
+def resume_while_older_ones_go(rank: int, path: Path, *, mirrored: bool) -> int | None:
+    meet(N)
+    with opened(path) if mirrored else ckptstore.open(path / "alone") as store:
+        for step in (1, 2, 3):
+            store.commit(state(step), step=step)
+        if mirrored:
+            assert store.flush_mirror(60)
+    with opened(path) if mirrored else ckptstore.open(path / "alone") as store:
+        internals = store._internals
+        listed, replay = internals._newest_first, internals.handle.log.replay
+        if rank % 2:  # it hears of the gc
+            internals.handle.log.replay = lambda refresh=False: replay(refresh=True)  # type: ignore[method-assign]
+
+        def purging() -> object:
+            found = listed()
+            store.forget(KeepLast(1))
+            store.gc(grace_s=0)
+            return found
+
+        internals._newest_first = purging  # type: ignore[method-assign, assignment]
+        found = store.resume(state(0))
+        assert not store.skipped
+        return found.step if found else None
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_gc_of_older_commits_does_not_keep_ranks_from_the_newest(
+    pool: Pool, tmp_path: Path, mirrored: bool
+) -> None:
+    """Some ranks had heard of the gc, and some had not."""
+    assert pool.run(partial(resume_while_older_ones_go, mirrored=mirrored), tmp_path) == [3] * N

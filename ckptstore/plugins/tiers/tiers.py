@@ -24,7 +24,6 @@ from ckptstore.plugin.handles import (
     by_age,
     find_commit,
     newest_first,
-    resolved,
 )
 from ckptstore.plugin.model import CHUNK_ID_BYTES, ChunkId, CommitId, digest
 from ckptstore.plugin.reading import Reader
@@ -309,11 +308,10 @@ class Tier:
             for _, is_here, info in sorted(rows, key=lambda row: row[:2], reverse=True)
         ]
 
-    def named(self, commit: CommitId) -> tuple[Reader, Resolved]:
-        """A commit of the mirror, by its id, and its reader. Raises `NotFound`, and `Unavailable`
-        if the mirror does not answer."""
-        remote = self._opened()
-        return self._reader(), resolved(remote.log.replay(refresh=True), commit)
+    def reader(self) -> Reader:
+        """Reads what the mirror has by now. Raises `Unavailable` if it does not answer."""
+        self._opened().log.replay(refresh=True)
+        return self._reader()
 
     def _ask(self, question: Callable[[StoreHandle], T | None], *, alone: bool = False) -> T | None:
         """The mirror's answer, or None (with a warning) if it is unavailable; raises that if the
