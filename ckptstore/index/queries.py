@@ -262,10 +262,14 @@ class Queries:
         rows = self._rows((_each(decode_schema),), sql, {"id": schema})
         return rows[0][0] if rows else None
 
+    def schemas(self) -> list[str]:
+        """The schemas that were added."""
+        sql = "SELECT id FROM schemas WHERE data IS NOT NULL ORDER BY number"
+        return self._column(_hex_ids, sql)
+
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and that were not added yet."""
-        sql = "SELECT id FROM schemas WHERE data IS NULL ORDER BY number"
-        return [row[0] for row in self._rows((_hex_ids,), sql)]
+        return self._column(_hex_ids, "SELECT id FROM schemas WHERE data IS NULL ORDER BY number")
 
     def statistics(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """The measured statistics of chunks, by key; unmeasured chunks are left out."""

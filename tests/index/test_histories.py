@@ -1,5 +1,6 @@
 """What the log admits is folded, by the state and by the catalog, and both say the same."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from random import Random
 
@@ -7,6 +8,9 @@ import pytest
 
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.queries import Queries
+from ckptstore.log.entries import Commit
+from ckptstore.maintenance.check import indexes
+from ckptstore.maintenance.check.offline_store import unkept_of
 from tests.index.building import STORE
 from tests.index.histories import History, differences
 
@@ -26,6 +30,7 @@ def test_every_history_that_is_admitted_is_folded_and_says_what_the_state_says(
                 part = history.entries[at : at + random.randrange(1, 30)]
                 assert catalog.fold(part), f"{part[0].n} to {part[-1].n} of history {seed + n}"
             assert not list(differences(catalog.queries(), history.state))
+            assert not list(found_by_fsck(catalog, history))
             with closing(Catalog.temporary(STORE)) as filled:
                 assert filled.fill(history.state, history.entries)
                 assert answers(filled.queries()) == answers(catalog.queries())
@@ -34,6 +39,15 @@ def test_every_history_that_is_admitted_is_folded_and_says_what_the_state_says(
     print(counts)
     assert min(counts.values()) > histories
     assert len(counts) == 8
+
+
+def found_by_fsck(catalog: Catalog, history: History) -> Iterator[str]:
+    unkept = {
+        entry.n: unkept_of(entry.body, entry.body.schemas)
+        for entry in history.entries
+        if isinstance(entry.body, Commit)
+    }
+    return indexes.differences(catalog.queries(), history.state, unkept)
 
 
 def answers(queries: Queries) -> tuple[object, ...]:
@@ -59,6 +73,7 @@ def test_a_history_that_nobody_may_append_is_answered_from_its_state(seed: int) 
         with closing(Catalog.temporary(STORE)) as catalog:
             assert catalog.fill(history.state, history.entries)
             assert not list(differences(catalog.queries(), history.state))
+            assert not list(found_by_fsck(catalog, history))
         with closing(Catalog.temporary(STORE)) as catalog:
             unfoldable += not catalog.fold(history.entries)
     assert unfoldable

@@ -148,6 +148,8 @@ SPOILED = {
     "parents": {"parent": _ID},
     "commit_trees": {"key": "key || 'x'"},
     "tags": {"name": "'other'", "commit_id": "(SELECT id FROM commits WHERE step = 2)"},
+    "schemas": {"data": "x'77'", "id": _ID},
+    "position": {"hash": _ID, "bytes": "77"},
     "packs": {"bytes": "77", "chunks": "77", "condemned": "1", "metadata": "1 - metadata"},
 }
 """Another value for columns of the catalog."""

@@ -152,7 +152,8 @@ def _catalog_problems(
     try:
         with catalog.one_moment():
             state = _state_at(catalog.position().n, offline_store, chain)
-            yield from _differences(catalog, state, chain, contents)
+            yield from differences(catalog, state, chain.unkept)
+            yield from _other_schemas(catalog, contents)
     except CkptStoreError as error:
         yield str(error)
     finally:
@@ -183,17 +184,17 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return tuple(stamps)
 
 
-def _differences(catalog: Queries, state: State, chain: Chain, contents: Contents) -> Iterator[str]:
-    schemas = set[str]()
+def differences(catalog: Queries, state: State, unkept: Mapping[int, int]) -> Iterator[str]:
+    """What the catalog says otherwise than the state at its position. `unkept` has what the state
+    does not keep, by the number of a commit's entry."""
     wanted = sorted(state.commits, key=lambda commit: state.commits[commit].age, reverse=True)
     for info, commit in zip_longest(catalog.each(forgotten=True), wanted):
         if info is None or info.id != commit:
             yield f"has other commits than the log: wanted {commit or 'no more'}, got {info!r}"
             break
-        if differs := _difference(info, state, chain):
+        if differs := _difference(info, state, unkept):
             yield f"says of commit {commit[:12]} what the log does not: {differs}"
             break
-        schemas.update(info.schemas.values())
     tags = {name: commit for name, commit in state.tags.items() if commit in state.commits}
     packs = [
         PackInfo(n, pack.id, pack.bytes, pack.chunks, pack.metadata, not pack.live)
@@ -207,15 +208,18 @@ def _differences(catalog: Queries, state: State, chain: Chain, contents: Content
     for name, got, right in asked:
         if got != right:
             yield f"has other {name} than the log: {_first_difference(got, right)}"
-    for name in sorted(schemas):
+
+
+def _other_schemas(catalog: Queries, contents: Contents) -> Iterator[str]:
+    for name in catalog.schemas():
         schema = catalog.schema(name)
-        # A schema that cannot be read is a separate finding.
+        # A schema that the store does not give is a separate finding.
         with suppress(CkptStoreError):
-            if schema is not None and schema != contents.schema(parse_chunk_id(name)):
+            if schema != contents.schema(parse_chunk_id(name)):
                 yield f"has another schema {name[:12]} than the store"
 
 
-def _difference(info: CommitInfo, state: State, chain: Chain) -> str:
+def _difference(info: CommitInfo, state: State, unkept: Mapping[int, int]) -> str:
     """The first thing that the catalog says of a commit and the log does not."""
     row = state.commits[info.id]
     asked: tuple[tuple[str, Any, Any], ...] = (
@@ -230,7 +234,7 @@ def _difference(info: CommitInfo, state: State, chain: Chain) -> str:
         ("metrics", str(sorted(info.metrics.items())), str(sorted(row.metrics))),
         ("thinned", info.thinned, row.thinned),
         ("forgotten", info.forgotten, row.soft > 0),
-        ("rest", unkept_of(info, info.schemas.items()), chain.unkept.get(row.n)),
+        ("rest", unkept_of(info, info.schemas.items()), unkept.get(row.n)),
     )
     found = (f"{name} {got}, wanted {wanted}" for name, got, wanted in asked if got != wanted)
     return next(found, "")
