@@ -39,7 +39,7 @@ help:
 	@echo "make docs    run the snippets of the docs, check their links, build the site into build/site"
 	@echo "make docs-serve  build it and show it on http://127.0.0.1:8000"
 	@echo "make bench   measure against the peers and the machine's limits (BENCH='--case first --rounds 3')"
-	@echo "make bench-many  measure 100,000 commits, 4,096 simulated ranks and 100,000 tensors: half an hour, 3 GB of memory"
+	@echo "make bench-many  measure 100,000 commits, 4,096 simulated ranks and 100,000 tensors (1.1 GB in TMPDIR)"
 	@echo "make soak    the long tests, hours of them (SOAK='tests/crash -k sigkill' for some; docs/testing.md says how long each takes)"
 	@echo "make soak-trainers  the same for the integrations"
 
