@@ -1,9 +1,9 @@
 """The local checkpoint manager of nvidia-resiliency-ext (NVRx), on a CPU.
 
-Its own state dict wants tensors on a GPU, its asynchronous save ends in `torch.cuda.synchronize`, and
-what a partner sends back passes through one (`isend_state_dict`). So this one takes any tensor,
-saves at once, and loads what its own host has. What holds the step of an asynchronous save, too, is
-`replicate`: it sends the part to the partner before anything is written.
+Its own state dict wants tensors on a GPU, its asynchronous save ends in `torch.cuda.synchronize`,
+and what a partner sends back passes through a GPU (`isend_state_dict`). So this one takes any
+tensor, saves at once, and loads what its own host has. What holds the step of an asynchronous save,
+too, is `replicate`: it sends the part to the partner before anything is written.
 """
 
 from pathlib import Path

@@ -2,8 +2,7 @@
 there and from the bucket behind it: `python -m benchmarks.tiers`.
 
 Both ranks and the bucket's server (moto) share the processors of this host, so the bucket is as
-fast as they let it be, and has no distance. Rates are per rank, times those of the slower
-one; all of a round alternate.
+fast as they let it be, and has no distance. Rates are per rank; all of a round alternate.
 """
 
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 import ckptstore
-from benchmarks.notes import COPY, Notes, show, slowest
+from benchmarks.notes import COPY, Notes, show
 from ckptstore import Async, KeepLast, Mirror, Storage
 from tests.distributed.layouts import meet, mesh_of
 from tests.distributed.pool import Pool
@@ -76,7 +75,8 @@ def main() -> None:
     finally:
         pool.close()
         shutil.rmtree(folder)
-    show(slowest(found), ELEMENTS // RANKS * 4)
+    pooled = {name: [value for rank in found for value in rank[name]] for name in found[0]}
+    show(pooled, ELEMENTS // RANKS * 4)
 
 
 if __name__ == "__main__":
