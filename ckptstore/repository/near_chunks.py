@@ -35,13 +35,13 @@ class NearChunks:
         chunks = [
             ChunkId(ids[at : at + CHUNK_ID_BYTES]) for at in range(0, len(ids), CHUNK_ID_BYTES)
         ]
-        rows = self._store.located(b"".join(c for c in chunks if c not in self._memory))
+        near = [_row(c, self._memory[c]) for c in chunks if c in self._memory]
+        far = b"".join(c for c in chunks if c not in self._memory) if near else ids
+        rows = self._store.located(far)
         if self._cache is not None:
             cached = [self._cache.has(ChunkId(chunk)) for chunk in rows["chunk"].tolist()]
             rows["codec"][np.array(cached, bool)] = codecs.RAW
-        return np.concatenate(
-            [rows, *(_row(c, self._memory[c]) for c in chunks if c in self._memory)]
-        )
+        return np.concatenate([rows, *near]) if near else rows
 
     def listed(self, numbers: set[int]) -> dict[int, Pack]:
         return self._store.listed(numbers)
