@@ -170,11 +170,13 @@ class ObjectStore:
         """Each of `ids` (32 bytes each) with its position: LOCATED_DTYPE rows. `found` is 0 if
         the index does not have it, or has it in another store's pack."""
         rows = self.index.get_many(ids)
-        if self._foreign(_packs_in(rows)):
-            # They hide other packs that have these chunks.
-            self.index.drop_packs(self._foreign(self.index.indexed()))
-            rows = self.index.get_many(ids)
-            rows["found"][np.isin(rows["pack"], list(self._foreign(_packs_in(rows))))] = 0
+        numbers = set(rows["pack"][rows["found"] == 1].tolist())
+        if not numbers or not self._foreign(numbers):
+            return rows
+        self.index.drop_packs(self._foreign(self.index.indexed()))  # they hide others
+        rows = self.index.get_many(ids)
+        foreign = self._foreign(set(rows["pack"][rows["found"] == 1].tolist()))
+        rows["found"][np.isin(rows["pack"], list(foreign))] = 0
         return rows
 
     def _foreign(self, numbers: set[int]) -> set[int]:
@@ -579,11 +581,6 @@ class ObjectStore:
         if self._batches:
             self._batches.close()
         self.index.close()
-
-
-def _packs_in(where: "NDArray[np.void]") -> set[int]:
-    """The numbers of the packs in which chunks were found."""
-    return set(where["pack"][where["found"] == 1].tolist())
 
 
 def _places(where: "NDArray[np.void]") -> dict[ChunkId, tuple[int, int]]:
