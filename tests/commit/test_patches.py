@@ -1,7 +1,7 @@
 """Where few elements change, a commit stores what changed; whatever comes of the commits before, it
 restores bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.objects import patches
 from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.pack import TENSOR
+from ckptstore.repository.dedup import Dedup
 from ckptstore.repository.footers import read_table
+from ckptstore.repository.pack_writer import NewPatch
 from ckptstore.storage.read_cache import ReadCache
 from tests.maintenance.stores import heal
 from tests.net.training import same
@@ -567,3 +569,27 @@ def test_a_chunk_that_is_found_late_is_no_patch_of_itself(lost: bool, tmp_path: 
             objects.index.reset()
         assert same(store.commit_async(state, step=2).wait().read("w"), state["w"])
         assert not store.fsck(read_data="100%").findings
+
+
+def test_a_chunk_that_two_writers_made_of_different_bases_is_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        ckptstore.open(tmp_path / "store", run="a") as store,
+        ckptstore.open(tmp_path / "store", run="b") as other,
+    ):
+        store.commit({"w": nudged(SHAPE, 0)}, step=0)
+        other.commit({"w": changed(nudged(SHAPE, 1), 9)}, step=0)
+        allowed = Dedup.allowed
+
+        def before_the_other(dedup: Dedup, patches: Iterable[NewPatch]) -> Any:
+            found = allowed(dedup, patches)
+            monkeypatch.setattr(Dedup, "allowed", allowed)
+            store.commit({"w": nudged(SHAPE, 1)}, step=1)
+            return found
+
+        monkeypatch.setattr(Dedup, "allowed", before_the_other)
+        other.commit({"w": nudged(SHAPE, 1)}, step=1)
+        assert chunks_by_codec(store, patched=True) - chunks_by_codec(store, patched=False)
+        for _ in range(20):  # the order in which footers arrive is by chance
+            assert not store.fsck(read_data="100%").findings

@@ -43,6 +43,7 @@ from ckptstore.repository.chunk_reader import (
     read_run,
     runs_of,
 )
+from ckptstore.repository.dedup import items_of
 from ckptstore.repository.footers import ChunkInPack, read_chunk, stored_patch
 from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.storage.contract import Storage
@@ -219,8 +220,9 @@ def patches_in(contents: Contents, members: Iterable[ChunkId]) -> Iterator[tuple
         found = contents.inventory.places(chunk)
         if not patched:
             return tuple(found)
-        found = [place for place in found if place.entry.codec == codecs.PATCH]
-        return tuple(sorted(found, key=lambda place: place.entry.depth))
+        # Another writer may have made it of other bases.
+        named = set(bases[chunk])
+        return tuple(place for place in found if set(items_of(place.entry.patch_of)) == named)
 
     batch: list[Patches] = []
     for whole in patches_of:
