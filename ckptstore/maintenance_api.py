@@ -2,9 +2,10 @@
 history of its tensors."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptstore.core.ids import CommitId, check_run
@@ -13,7 +14,7 @@ from ckptstore.core.options import Storage
 from ckptstore.core.public_calls import beside_commits, public_methods_of_store
 from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.log.resolve import check_there
-from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance import Progress, Spread, Stores, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard, parse_share
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.indexes import Reindexed, reindex
@@ -57,11 +58,21 @@ class Maintenance:
     Refs that name no run are resolved in `run`, or in all runs if that is None.
     """
 
-    def __init__(self, handle: StoreHandle, threads: ThreadPool, run: str | None = None) -> None:
-        self._handle, self._threads, self._run = handle, threads, run
+    def __init__(
+        self,
+        handle: StoreHandle,
+        threads: ThreadPool,
+        run: str | None = None,
+        spread: Callable[..., Spread[Stores]] | None = None,
+    ) -> None:
+        """`spread` makes what carries out the long jobs on some stores, if not `threads` do."""
+        self._handle, self._threads, self._run, self._on = handle, threads, run, spread
 
     def _settle(self) -> None:
         """Nothing is in flight here; `Store` waits."""
+
+    def _spread(self, *stores: StoreHandle) -> Spread[Stores] | None:
+        return self._on(*stores) if self._on else None
 
     @property
     def chunk_bytes(self) -> int:
@@ -297,11 +308,14 @@ class Maintenance:
             >>> store.gc(max_unused=0.2, grace_s=0)
         """
         options = GcOptions(max_unused, max_repack_bytes, force, grace_s)
-        report = collect(self._handle, options, dry_run=dry_run, progress=progress)
+        handle, spread = self._handle, self._spread(self._handle)
+        report = collect(handle, options, dry_run=dry_run, progress=progress, spread=spread)
         if not dry_run:
             if policy := policy_of(self._handle.log.state):
                 try:
-                    compacted = compact(self._handle, policy, full_only=True, progress=progress)
+                    compacted = compact(
+                        handle, policy, full_only=True, progress=progress, spread=spread
+                    )
                     report.add(compacted.collected)
                     report.not_compacted = compacted.problems
                 except NoSpace as error:
@@ -342,7 +356,14 @@ class Maintenance:
         Example:
             >>> store.compact(ckptstore.CompactPolicy(newest=1, every=8))
         """
-        report = compact(self._handle, policy, threads=threads, dry_run=dry_run, progress=progress)
+        report = compact(
+            self._handle,
+            policy,
+            threads=threads,
+            dry_run=dry_run,
+            progress=progress,
+            spread=self._spread(self._handle),
+        )
         if not dry_run:
             if with_gc is not None:
                 remember(self._handle, policy if with_gc else None)
@@ -405,7 +426,8 @@ class Maintenance:
         """
         from ckptstore.plugins.engine.on import OnWorkers
 
-        return OnWorkers(self._handle, executor, self._run)
+        handle, threads, run = self._handle, self._threads, self._run
+        return OnWorkers(handle, executor, run, partial(Maintenance, handle, threads, run))
 
     @beside_commits
     def repair(
@@ -499,7 +521,15 @@ class Maintenance:
         there = storage or Storage()
         with other_end(to, like=like, storage_options=there.options, index=there.index) as target:
             ends = (self._handle, target)
-            return mirror(*ends, wanted, options, self._threads, dry_run=dry_run, progress=progress)
+            return mirror(
+                *ends,
+                wanted,
+                options,
+                self._threads,
+                dry_run=dry_run,
+                progress=progress,
+                spread=self._spread(*ends),
+            )
 
     @beside_commits
     def pull(
@@ -526,7 +556,15 @@ class Maintenance:
         ) as origin:
             wanted = choose(origin, refs, run=run, ancestors=ancestors)
             ends = (origin, self._handle)
-            return mirror(*ends, wanted, options, self._threads, dry_run=dry_run, progress=progress)
+            return mirror(
+                *ends,
+                wanted,
+                options,
+                self._threads,
+                dry_run=dry_run,
+                progress=progress,
+                spread=self._spread(*ends),
+            )
 
     def mirror(
         self,

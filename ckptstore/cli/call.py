@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from ckptstore import Store
-    from ckptstore.plugin.upkeep import OfflineStore
+    from ckptstore.plugin.upkeep import OfflineStore, Spread, Stores
     from ckptstore.plugin.work import ThreadPool
 
 T = TypeVar("T")
@@ -139,7 +140,8 @@ class Call:
         from ckptstore.plugin.maintenance import Maintenance
 
         # Refs that name no run are resolved in the one that the command line names.
-        store = Maintenance(handle, self.threads(threads), getattr(self.args, "run", None))
+        run = getattr(self.args, "run", None)
+        store = Maintenance(handle, self.threads(threads), run, self.spread())
         words: Sequence[object] = ()
         with self.screen.progress(doing) as shown:
             given, named = {**vars(self.args), "progress": shown, **more}, {}
@@ -172,6 +174,15 @@ class Call:
         from ckptstore.plugin.work import ThreadPool
 
         return self.stack.enter_context(closing(ThreadPool(count)))
+
+    def spread(self) -> "Callable[..., Spread[Stores]] | None":
+        """What makes what carries out jobs on some stores, on the engine that `--on` names; None
+        without one."""
+        if not getattr(self.args, "on", None):
+            return None
+        from ckptstore.plugins.engine.work import stores_on
+
+        return partial(stores_on, self.engine())
 
     def engine(self) -> "Executor":
         """The engine that `--on` names, for the rest of the call."""

@@ -38,6 +38,7 @@ _MIRROR: Options = (
         flag("--no-tags", "copy no tags", dest="tags", means=False, default=True),
     ),
     _VERIFY,
+    _ON,
     _DRY_RUN,
 )
 _STEP = Option("--step", "N", "its step")
@@ -449,7 +450,7 @@ COMMANDS = (
                 "N consecutive commits share a base (default: 8)",
                 default=8,
             ),
-            Option("--threads", "N", "code on N threads (default: 1)"),
+            (Option("--threads", "N", "code on N threads (default: 1)"), _ON),
             (
                 flag("--with-gc", "let every later gc compact like this", default=None),
                 flag(
@@ -499,6 +500,7 @@ COMMANDS = (
                 ),
             ),
             flag("--force", "wait for no commit in flight; it may have to write chunks again"),
+            _ON,
         ),
         "Delete commits that were forgotten over an hour ago and everything that no commit needs, "
         "and combine\nsparse and small packs. Others may commit, read and collect meanwhile. A "
@@ -577,6 +579,7 @@ COMMANDS = (
             Option("to", "TO", "a new directory or a URL"),
             Option("--run", "RUN", "copy commits of this run only"),
             _VERIFY,
+            _ON,
             _FROM_INDEX,
             _TO_INDEX,
         ),

@@ -306,9 +306,17 @@ def _mirror(call: Call, source: StoreHandle, target: StoreHandle, *, holds: bool
     threads = call.threads(default_threads())
     wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
     options = MirrorOptions(args.tags, args.force, args.verify, holds=holds)
+    spread = call.spread()
     with call.screen.progress() as shown:
         done = mirror(
-            source, target, wanted, options, threads, dry_run=args.dry_run, progress=shown
+            source,
+            target,
+            wanted,
+            options,
+            threads,
+            dry_run=args.dry_run,
+            progress=shown,
+            spread=spread and spread(source, target),
         )
     code = Exit.DAMAGED if done.damaged else Exit.OK
     document = {

@@ -2,18 +2,28 @@
 
 Long jobs report their progress: the phase, the work done, and the total work (0 if unknown). Their
 observations are kept in notes in the host's index directory, and the next run goes on from there.
+
+Checks, compaction, gc and mirrors plan items that need nothing of each other, and give them to a
+`Spread`: the threads of this process, or the workers of an engine (docs/engines.md).
 """
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from ckptstore.core.paths import make_index_directory, read_plain, replace_file
 
+if TYPE_CHECKING:
+    from ckptstore.repository.store_handle import StoreHandle
+    from ckptstore.repository.thread_pool import ThreadPool
+
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
 T = TypeVar("T")
+R = TypeVar("R")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called often and from several threads, one at a time; it should return at once."""
@@ -53,3 +63,29 @@ def load_note(path: Path, owner: str, decode: Callable[[Any], T], default: T) ->
         if found == owner:
             return decode(content)
     return default
+
+
+Stores: TypeAlias = "tuple[StoreHandle, ...]"
+"""The stores that a task works on: one, or a source and a target."""
+
+
+class Spread(Protocol[S_co]):
+    """Carries the parts of a job out: here, or on other hosts. So a task is a function of a module,
+    and its items and results are plain values. It gets what it works on, opened where it runs."""
+
+    def __call__(
+        self, task: "Callable[[S_co, ThreadPool, T], R]", items: Iterable[T]
+    ) -> Generator[tuple[T, R], None, None]:
+        """Call `task` for each item; yields each with its result, in any order. Closed, it ends
+        what it has begun."""
+
+
+def here(opened: S, threads: "ThreadPool") -> Spread[S]:
+    """One item after the other, each on the threads of this process."""
+
+    def spread(
+        task: "Callable[[S, ThreadPool, T], R]", items: Iterable[T]
+    ) -> Generator[tuple[T, R], None, None]:
+        return ((item, task(opened, threads, item)) for item in items)
+
+    return spread

@@ -9,9 +9,8 @@ finds them. The commit's entry comes last and makes it visible as a whole, with 
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, groupby
 from typing import TypeAlias
 
@@ -27,15 +26,20 @@ from ckptstore.log.entries import entry_of, new_bytes_of, new_packs
 from ckptstore.log.log import Refused
 from ckptstore.log.resolve import resolved
 from ckptstore.log.sessions import open_session
-from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance import Counter, Progress, Spread, Stores, here, silent
 from ckptstore.maintenance.check.trees import metadata_of
 from ckptstore.maintenance.forget import set_tag
 from ckptstore.maintenance.mirror_patches import LackedChunk, MirrorPatcher, find_bases
 from ckptstore.maintenance.mirror_plan import CommitTransfer, MirrorPlan, plan_between
 from ckptstore.maintenance.mover import (
+    WORKER_THREADS,
+    Writing,
+    Written,
+    each_written,
     fill,
     list_packs,
     memory_for,
+    packs_of,
     persist,
     raw_bytes_of,
 )
@@ -151,9 +155,11 @@ def mirror(
     *,
     dry_run: bool = False,
     progress: Progress = silent,
+    spread: Spread[Stores] | None = None,
 ) -> Mirrored:
     """Send `wanted`, commits of `source`, to `target`; with `dry_run` only compute the load. An
-    interrupted run can be repeated without sending again what arrived.
+    interrupted run can be repeated without sending again what arrived. `spread` copies chunks, by
+    default `threads`.
 
     Raises `InvalidInput` for stores with different chunk sizes, `Conflict` if a tag would have to
     move, before anything is sent unless the tag is set meanwhile, and `Unavailable` if either
@@ -162,7 +168,7 @@ def mirror(
     _check_alike(source, target)
     asked = {"tags": options.tags, "force": options.force, "holds": options.holds}
     plan = plan_between(source, target, wanted, **asked)
-    run = _Mirror(source, target, options, threads, progress, plan)
+    run = _Mirror(source, target, options, threads, progress, plan, spread)
     if dry_run:
         return Mirrored(plan, load=run.weigh())
     if plan.rejected:
@@ -209,13 +215,13 @@ class _Mirror:
         threads: ThreadPool,
         progress: Progress,
         plan: MirrorPlan,
+        spread: Spread[Stores] | None,
     ) -> None:
         self._source, self._target, self._threads = source, target, threads
         self._into = Destination(target, threads)
-        self._options, self._progress = options, progress
-        self._batch_bytes = (
-            options.batch_bytes or target.storage.capabilities.pack_bytes * threads.count
-        )
+        self._options, self._progress, self._engine = options, progress, spread
+        writers = WORKER_THREADS if spread else threads.count
+        self._batch_bytes = options.batch_bytes or target.storage.capabilities.pack_bytes * writers
         self._from = Reader(source.config, source.objects, threads)
         self._to = Reader(target.config, target.objects, threads)
         self._done = Mirrored(plan)
@@ -309,13 +315,16 @@ class _Mirror:
             dedup, packs = transaction.look(), transaction.packs
             missing = list(self._missing_batches(trees, dedup))
             bases = find_bases(self._source, transfer, trees, missing)
-            patcher = MirrorPatcher(self._source, self._target, dedup, bases)
-            batches = list(cut(missing, raw_bytes_of, self._batch_bytes))
-            last = batches.pop() if batches else ()
-            new_bytes = sum(self._register(batch, patcher) for batch in batches)
-            self._copy(last, packs, patcher)
+            sends = list(self._sends(missing, bases, dedup))
+            last = [] if self._engine else sends[-1:]
+            new_bytes = self._register(sends[: len(sends) - len(last)], dedup)
+            for each in last:
+                copy_chunks(self._source, self._target, self._threads, dedup, packs, each)
+            self._count(missing)
             write_metadata(self._metadata(document), dedup, packs)
-            self._close(packs)
+            packs.wait()
+            if self._options.verify:
+                read_back(self._target, packs)
             records = [pack.record for pack in packs.closed]
             new_bytes += sum(record.stored_bytes for record in records)
             replaces, state = transfer.replaces, self._target.log.state
@@ -342,16 +351,31 @@ class _Mirror:
             stored_bytes = self._done.stored_bytes + new_bytes + len(stored)
             self._done = replace(self._done, stored_bytes=stored_bytes)
 
-    def _register(self, batches: Sequence[Batch], patcher: MirrorPatcher) -> int:
-        """Send batches and list its packs, so that they outlive this process; returns their bytes.
-        A concurrent gc may condemn them, and the packs of their bases, but waits for the commit's
-        session before it deletes them."""
-        with Transaction.begin(self._into, what="push") as transaction:
-            self._copy(batches, transaction.packs, patcher)
-            self._close(transaction.packs)
-            records = list_packs(self._target.log, transaction)
-        patcher.dedup.reuse(record.number for record in records)
-        return sum(record.bytes for record in records)
+    def _sends(
+        self, missing: Sequence[Batch], bases: Mapping[ChunkId, ChunkId], dedup: Dedup
+    ) -> Iterator["Send"]:
+        """The batches, each with its bases. Another host does not know which packs of the target
+        this one distrusts."""
+        held = dedup.held(b"".join(set(bases.values())))
+        sound = {c: b for c, b in bases.items() if b in held and not dedup.is_distrusted(c)}
+        for batches in cut(missing, raw_bytes_of, self._batch_bytes):
+            its = {c.id: sound[c.id] for batch in batches for c in batch if c.id in sound}
+            yield Send(batches, its, self._options.verify)
+
+    def _register(self, sends: Sequence["Send"], dedup: Dedup) -> int:
+        """Send batches and list their packs, so that they outlive this process; returns their
+        bytes. A concurrent gc may condemn them, and the packs of their bases, but waits for the
+        commit's session before it deletes them."""
+        spread = self._engine or here((self._source, self._target), self._threads)
+        nbytes = 0
+        with closing(each_written(self._into, "push", spread, send, sends)) as done:
+            for _, reused, transaction in done:
+                with transaction:
+                    records = list_packs(self._target.log, transaction)
+                dedup.reuse(reused)
+                dedup.reuse(record.number for record in records)
+                nbytes += sum(record.bytes for record in records)
+        return nbytes
 
     def _read(self, transfer: CommitTransfer) -> tuple[bytes, CommitDocument, list[Tree]]:
         """The commit's document, as stored and decoded, and its trees."""
@@ -379,16 +403,7 @@ class _Mirror:
         for _, leaf in groupby(lacked, key=lambda chunk: leaf_of[chunk.id]):
             yield from cut(list(leaf), lambda chunk: chunk.raw_bytes, RUN_BYTES)
 
-    # -- bytes --
-
-    def _copy(self, batches: Sequence[Batch], packs: PackSet, patcher: MirrorPatcher) -> None:
-        """Read, verify and write; afterwards the packs are being written."""
-        # Small leaves are grouped, so that each read fetches many.
-        runs = shared(cut(batches, raw_bytes_of, RUN_BYTES))
-        work = partial(self._copy_runs, runs, packs, patcher)
-        workers = [work] * min(self._threads.count, len(batches))
-        if workers:
-            self._threads.together(workers, runs.stop)
+    def _count(self, batches: Sequence[Batch]) -> None:
         chunks = list(chain.from_iterable(batches))
         self._done = replace(
             self._done,
@@ -396,10 +411,49 @@ class _Mirror:
             raw_bytes=self._done.raw_bytes + raw_bytes_of(chunks),
         )
 
-    def _copy_runs(
-        self, runs: Iterable[Sequence[Batch]], packs: PackSet, patcher: MirrorPatcher
-    ) -> None:
-        """Copy chunks from the source into packs of the target, on this thread."""
+
+# -- bytes --
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Chunks to copy, the chunks of the target that some may be patches of, and whether to read the
+    packs back."""
+
+    batches: Sequence[Batch]
+    bases: Mapping[ChunkId, ChunkId]
+    verify: bool
+
+
+def send(stores: Stores, threads: ThreadPool, given: Writing[Send]) -> Written[frozenset[int]]:
+    """Copy chunks into new packs; the result are the packs that patches there rely on."""
+    (source, target), what = stores, given.item
+    source.objects.sync(source.log.state)
+    dedup = Dedup(target.objects, target.log.state)
+    if what.bases:
+        dedup = Destination(target, threads).look()
+    with packs_of(target, threads, given.session) as packs:
+        copy_chunks(source, target, threads, dedup, packs, what)
+        packs.wait()
+        if what.verify:
+            read_back(target, packs)
+    return Written(tuple(packs.closed), frozenset(dedup.reused))
+
+
+def copy_chunks(
+    source: StoreHandle,
+    target: StoreHandle,
+    threads: ThreadPool,
+    dedup: Dedup,
+    packs: PackSet,
+    what: Send,
+) -> None:
+    """Read, verify and write; afterwards the packs are being written."""
+    patcher = MirrorPatcher(source, target, dedup, what.bases)
+    # Small leaves are grouped, so that each read fetches many.
+    runs = shared(cut(what.batches, raw_bytes_of, RUN_BYTES))
+
+    def copy_runs() -> None:
         scratch = Scratch()
         with packs.writing() as writer:
             for run in runs:
@@ -407,7 +461,7 @@ class _Mirror:
                 with memory_for(chunks, scratch) as rows, patcher.olds(chunks, scratch) as olds:
                     with reading_source():
                         why = "being sent to a mirror"
-                        fill(self._source.objects, rows, why, verify_ids=True, bases=olds)
+                        fill(source.objects, rows, why, verify_ids=True, bases=olds)
                     made = patcher.make(rows, olds)
                     raws = {chunk.id: raw for chunk, raw in rows if chunk.id not in made}
                     _add_whole(writer, run, raws, packs.codec)
@@ -415,13 +469,14 @@ class _Mirror:
                         writer.add_patches(list(made.values()))
                     writer.flush()
 
-    def _close(self, packs: PackSet) -> None:
-        """Wait until the packs are durable; with `verify`, read them back."""
-        packs.wait()
-        storage = self._target.storage
-        for record in (pack.record for pack in packs.closed if self._options.verify):
-            for _ in read_chunks(storage, record, footers.read_table(storage, record)):
-                pass
+    threads.together([copy_runs] * min(threads.count, len(what.batches)), runs.stop)
+
+
+def read_back(target: StoreHandle, packs: PackSet) -> None:
+    """Read durable packs, and verify what they have."""
+    for record in (pack.record for pack in packs.closed):
+        for _ in read_chunks(target.storage, record, footers.read_table(target.storage, record)):
+            pass
 
 
 def _add_whole(

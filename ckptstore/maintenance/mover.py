@@ -12,22 +12,31 @@ earliest.
 | mirror | `mirror_plan` | by id | ids | as committed, patches | register; commit | again, 5 times |
 | thin | `retention` | metadata | ids | pages | commit | again, 5 times |
 | repair | `rescue` | any pack anywhere | ids | same codec | register, condemns | a new plan |
+
+gc, compact and mirror let tasks read and write (`each_written`), here or on other hosts. A task
+writes packs under a session of the host that asks, which alone appends the entry: so a task may
+end anywhere, and begin again. What it left is deleted as the orphans of that session.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol, TypeVar
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from ckptstore.commit.transaction import ATTEMPTS, Transaction
+from ckptstore.commit.transaction import ATTEMPTS, Destination, Transaction
 from ckptstore.core.config import RUN_BYTES
-from ckptstore.core.ids import ChunkId
+from ckptstore.core.ids import ChunkId, SessionId
 from ckptstore.core.model import PackRecord
 from ckptstore.log.entries import Register, new_packs
 from ckptstore.log.log import Log, Refused
+from ckptstore.maintenance import Spread, Stores
+from ckptstore.objects.codecs import codec_id
 from ckptstore.repository.chunk_reader import NO_BASES
 from ckptstore.repository.chunk_store import ObjectStore
+from ckptstore.repository.pack_writer import ClosedPack, PackSet
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import Scratch
+from ckptstore.repository.thread_pool import Scratch, ThreadPool
 
 
 class Movable(Protocol):
@@ -42,6 +51,10 @@ class Movable(Protocol):
 
 C = TypeVar("C", bound=Movable)
 T = TypeVar("T")
+R = TypeVar("R")
+
+WORKER_THREADS = 2
+"""The threads of a worker that moves chunks: one waits for storage while the other computes."""
 
 
 def raw_bytes_of(chunks: Iterable[Movable]) -> int:
@@ -103,3 +116,65 @@ def list_packs(log: Log, transaction: Transaction) -> tuple[PackRecord, ...]:
     transaction.index(new_packs(entry))
     assert isinstance(entry.body, Register)
     return entry.body.packs
+
+
+@dataclass(frozen=True, slots=True)
+class Writing(Generic[T]):
+    """An item whose new packs have the name of `session`."""
+
+    session: SessionId
+    item: T
+
+
+@dataclass(frozen=True, slots=True)
+class Written(Generic[R]):
+    """What a task has made of its item, with the durable packs that no entry lists yet."""
+
+    packs: tuple[ClosedPack, ...]
+    result: R
+
+
+@contextmanager
+def packs_of(store: StoreHandle, threads: ThreadPool, session: SessionId) -> Iterator[PackSet]:
+    """The packs that a task writes: durable after the block, or deleted if that raises. A task that
+    begins again, while the one before may still write, gives them other names."""
+    attempt = int.from_bytes(os.urandom(4), "little") % 10**7
+    codec = codec_id(store.config.codec)
+    packs = PackSet(store.storage, session, threads, codec=codec, rank=attempt)
+    try:
+        yield packs
+        packs.wait()
+    except BaseException:
+        packs.drop()
+        raise
+
+
+def each_written(
+    to: Destination,
+    what: str,
+    spread: Spread[Stores],
+    task: Callable[[Stores, ThreadPool, Writing[T]], Written[R]],
+    items: Iterable[T],
+) -> Generator[tuple[T, R, Transaction], None, None]:
+    """Let `task` write the packs of each item. Yields each item with its result, and with the
+    transaction that has its packs: the caller enters that and appends the entry. The session is
+    open from before the task until then, so gcs spare what that reads. Use it within
+    `contextlib.closing`."""
+    begun = dict[SessionId, Transaction]()
+
+    def writings() -> Iterator[Writing[T]]:
+        for item in items:
+            transaction = Transaction.begin(to, what=what)
+            begun[transaction.session] = transaction
+            yield Writing(transaction.session, item)
+
+    try:
+        with closing(spread(task, writings())) as done:
+            for writing, written in done:
+                transaction = begun.pop(writing.session)
+                transaction.packs.closed += written.packs
+                yield writing.item, written.result, transaction
+    except BaseException as error:
+        for transaction in begun.values():
+            transaction.__exit__(type(error), error, error.__traceback__)
+        raise

@@ -2,7 +2,7 @@
 
 from ckptstore.index.queries import TagInfo, Totals
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
-from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.maintenance import Counter, Progress, Spread, Stores, silent
 from ckptstore.maintenance.check import (
     Finding,
     Level,
@@ -13,7 +13,7 @@ from ckptstore.maintenance.check import (
     parse_shard,
     parse_share,
 )
-from ckptstore.maintenance.check.data import Spread, load_record
+from ckptstore.maintenance.check.data import load_record
 from ckptstore.maintenance.check.fsck import fsck
 from ckptstore.maintenance.check.offline_store import (
     OfflineStore,
@@ -21,6 +21,7 @@ from ckptstore.maintenance.check.offline_store import (
     open_offline_store,
 )
 from ckptstore.maintenance.check.trees import metadata_of, read_document
+from ckptstore.maintenance.compact import CompactReport
 from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.disk_space import (
     COMMITS_AHEAD,
@@ -44,7 +45,7 @@ from ckptstore.maintenance.forget import (
     set_tag,
     undelete,
 )
-from ckptstore.maintenance.gc import GcOptions, collect
+from ckptstore.maintenance.gc import GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
@@ -58,6 +59,7 @@ from ckptstore.maintenance.mirror_plan import (
     other_end,
     plan_between,
 )
+from ckptstore.maintenance.mover import WORKER_THREADS
 from ckptstore.maintenance.repair import check_source, repair
 from ckptstore.maintenance.retention import (
     Keep,

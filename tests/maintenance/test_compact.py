@@ -13,6 +13,7 @@ import torch
 from ckptstore.core.text import bytes_text
 from ckptstore.errors import Corrupt, InvalidInput
 from ckptstore.log.entries import Settings
+from ckptstore.maintenance import compact as module
 from ckptstore.maintenance.compact import remember
 from ckptstore.maintenance.compact.coding import Candidates
 from ckptstore.maintenance.compact.plan import (
@@ -283,6 +284,7 @@ def test_another_compaction_meanwhile_leaves_nothing_to_do_and_no_damage(
     store: Store, place: Path, dry_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another host, which has an index of its own."""
+    monkeypatch.setattr(module, "ENTRY_BYTES", 1)
     policy, others = CompactPolicy(newest=1, every=2), list[Any]()
 
     def compact(stage: str, done: int, _total: int) -> None:

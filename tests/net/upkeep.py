@@ -4,6 +4,7 @@
 """
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -84,6 +85,18 @@ def undelete(h: Any) -> None:
 
 def gc(h: Any) -> None:
     collected(h.store)
+
+
+def on_workers(h: Any) -> None:
+    """What moves chunks, by workers that find the stores by their places alone."""
+    found = not (h.site.more or h.site.options or h.mirror.more or h.mirror.options)
+    policy = ckptstore.CompactPolicy(newest=0, every=2)
+    with ThreadPoolExecutor(2) as executor:
+        on = h.store.on(executor) if found else h.store
+        assert not on.compact(policy).problems
+        assert not on.gc(grace_s=0, max_unused=0.0).problems
+        to = h.mirror
+        assert not on.push(to.place, create=True, force=True, storage=to.as_storage()).damaged
 
 
 # -- what other stores get, and give --

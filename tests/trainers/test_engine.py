@@ -1,11 +1,12 @@
-"""Checks and exports on Ray's workers, which are killed."""
+"""Checks, exports, compaction, gc and mirrors on Ray's workers, which are killed, and whose driver
+is."""
 
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future, wait
 from pathlib import Path
 from random import Random
@@ -18,10 +19,14 @@ import torch
 import ckptstore
 from ckptstore.errors import InvalidInput, NotFound
 from ckptstore.interop.formats import export
+from ckptstore.maintenance import compact as compaction
 from ckptstore.plugins.engine import consolidated
 from ckptstore.plugins.engine.ray_executor import RayExecutor
+from tests.engine.killing import Killing, work
+from tests.engine.test_movers import KEPT, STEPS, assert_sound, finish, state
 from tests.maintenance.stores import files, flip, large_state, make_store
 from tests.support.guard import sitecustomize as guard
+from tests.support.patching import small_chunks_too
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own, of its dependencies
@@ -29,6 +34,7 @@ pytestmark = [
 ]
 
 KILLS = int(os.environ.get("CKPTSTORE_TEST_ENGINE_KILLS", "2"))
+MANY_KILLS = int(os.environ.get("CKPTSTORE_TEST_MANY_ENGINE_KILLS", "100"))
 
 
 @pytest.fixture(scope="module")
@@ -77,36 +83,10 @@ def test_a_check_on_ray_finds_what_threads_find(tmp_path: Path, executor: RayExe
         assert store.on(executor).fsck(read_data="all") == wanted
 
 
-class Killing(RayExecutor):
-    """Every third task ends with the death of its worker, the first time."""
-
-    def __init__(self, marks: Path) -> None:
-        super().__init__()
-        self._marks, self._count = marks, 0
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        self._count += 1
-        if self._count % 3:
-            return super().submit(fn, *args, **kwargs)
-        return super().submit(_dies_once, str(self._marks / str(self._count)), fn, args)
-
-
-def _dies_once(mark: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Do the work; the first time, die before anybody is told."""
-    result = fn(*args)
-    try:
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return result
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("it is dead")
-
-
 def test_workers_that_are_killed_cost_nothing(
     tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consolidated, "TASK_BYTES", 1 << 16)
-    (tmp_path / "marks").mkdir()
     place = make_store(tmp_path / "store", steps=KILLS + 1, states=large_state)
     with ckptstore.open(place) as store, Killing(tmp_path / "marks") as executor:
         report = store.on(executor).fsck(read_data="all")
@@ -117,6 +97,68 @@ def test_workers_that_are_killed_cost_nothing(
     killed = len(os.listdir(tmp_path / "marks"))
     print(f"{killed} workers were killed")
     assert killed > KILLS / 2
+
+
+@pytest.fixture
+def _small_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "ENTRY_BYTES", 1)
+    monkeypatch.setattr(compaction, "RUN_BYTES", 1 << 18)
+
+
+def made(place: Path) -> Path:
+    """A store to compact, to collect in, and to push from."""
+    with small_chunks_too(), ckptstore.open(place) as store:
+        for step in range(STEPS):
+            store.commit(state(step), step=step)
+        for step in set(range(STEPS)) - {*KEPT}:
+            store.forget(step)
+    return place
+
+
+@pytest.mark.usefixtures("_small_items")
+def test_chunks_move_on_ray_whatever_workers_die(tmp_path: Path, cluster: str) -> None:
+    place, there = made(tmp_path / "store"), tmp_path / "there"
+    with ckptstore.open(place) as store, Killing(tmp_path / "marks") as executor:
+        on = store.on(executor)
+        assert work(store, on, there, "push").sent
+        assert work(store, on, there, "compact").chunks
+    assert os.listdir(tmp_path / "marks")
+    for verb in ("compact", "push"):
+        finish(place, there, verb, None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("_small_items")
+def test_many_workers_and_drivers_that_are_killed_cost_nothing(
+    tmp_path: Path, cluster: str
+) -> None:
+    """Half of the kills are of workers, which Ray replaces; the others are of drivers, after which
+    the next run finishes."""
+    template = made(tmp_path / "template")
+    env, marks, drivers = {**os.environ, "RAY_ADDRESS": cluster}, tmp_path / "marks", 0
+    marks.mkdir()
+    while len(os.listdir(marks)) + drivers < MANY_KILLS:
+        verb = Random().choice(["compact", "gc", "push"])
+        place, there = tmp_path / "store", tmp_path / "there"
+        shutil.copytree(template, place)
+        if len(os.listdir(marks)) <= drivers:
+            with ckptstore.open(place) as store, Killing(marks, every=2) as executor:
+                work(store, store.on(executor), there, verb)
+        else:
+            command = [sys.executable, "-m", "tests.engine.killing", str(place), str(there), verb]
+            with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as driver:
+                writes = (there if verb == "push" else place) / "sessions"
+                while driver.poll() is None and not (writes.is_dir() and os.listdir(writes)):
+                    time.sleep(0.01)
+                time.sleep(Random().uniform(0.0, 1.0))
+                drivers += driver.poll() is None
+                driver.kill()
+        assert_sound(place)
+        finish(place, there, verb, None)
+        for folder in (place, there):
+            shutil.rmtree(folder, ignore_errors=True)
+    print(f"{len(os.listdir(marks))} workers and {drivers} drivers were killed")
 
 
 def test_a_driver_that_is_killed_costs_nothing(tmp_path: Path, cluster: str) -> None:

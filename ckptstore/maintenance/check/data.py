@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import (
     Callable,
     Collection,
-    Generator,
     Iterable,
     Iterator,
     Mapping,
@@ -21,14 +20,14 @@ from collections.abc import (
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptstore.core.config import default_threads
 from ckptstore.core.ids import ChunkId, PackId, StoreId, digest
 from ckptstore.core.model import PackEntry
 from ckptstore.errors import Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack
-from ckptstore.maintenance import Progress, load_note, save_note
+from ckptstore.maintenance import Progress, Spread, here, load_note, save_note
 from ckptstore.maintenance.check import WHOLE, Shard, Share
 from ckptstore.maintenance.check.offline_store import OfflineStore
 from ckptstore.maintenance.check.trees import Contents
@@ -53,7 +52,6 @@ _SAVE_EVERY_S = 5.0
 _PATCHES_AT_ONCE = 256
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +73,6 @@ def load_record(directory: Path, store: StoreId) -> Mapping[PackId, int]:
         lambda times: {PackId(pack): int(time_s) for pack, time_s in times.items()},
         {},
     )
-
-
-class Spread(Protocol):
-    """Carries the parts of a job out: here, or on other hosts. So a task is a function of a module,
-    and its items and results are plain values."""
-
-    def __call__(
-        self, task: "Callable[[Storage, ThreadPool, T], R]", items: Iterable[T]
-    ) -> Generator[tuple[T, R], None, None]:
-        """Call `task` for each item; yields each with its result, in any order. Closed, it ends
-        what it has begun."""
-
-
-def here(storage: Storage, threads: ThreadPool) -> Spread:
-    """One item after the other, each on the threads of this process."""
-
-    def spread(
-        task: Callable[[Storage, ThreadPool, T], R], items: Iterable[T]
-    ) -> Generator[tuple[T, R], None, None]:
-        return ((item, task(storage, threads, item)) for item in items)
-
-    return spread
 
 
 class PackToRead(NamedTuple):
@@ -145,7 +121,7 @@ def verify(
     contents: Contents,
     share: Share,
     progress: Progress,
-    spread: Spread | None = None,
+    spread: Spread[Storage] | None = None,
     shard: Shard = WHOLE,
 ) -> tuple[int, list[BadChunk]]:
     """Read a share of the packs of a shard; returns the bytes read and the damage, which is noted

@@ -21,7 +21,7 @@ from ckptstore.core.model import PackEntry
 from ckptstore.core.text import bytes_text, count_text
 from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.log.state import Pack, State
-from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance import Progress, Spread, here, silent
 from ckptstore.maintenance.check import (
     WHOLE,
     Finding,
@@ -36,7 +36,7 @@ from ckptstore.maintenance.check import (
     severity_of,
     unread,
 )
-from ckptstore.maintenance.check.data import BadChunk, PackToRead, Spread, here, verify
+from ckptstore.maintenance.check.data import BadChunk, PackToRead, verify
 from ckptstore.maintenance.check.indexes import catalog_findings, index_findings, remembered
 from ckptstore.maintenance.check.offline_store import (
     Chain,
@@ -91,7 +91,7 @@ def fsck(
     level: Level = Level.CONNECTIVITY,
     share: Share | None = None,
     shard: Shard = WHOLE,
-    spread: Spread | None = None,
+    spread: Spread[Storage] | None = None,
     progress: Progress = silent,
 ) -> Report:
     """Check up to `level`; `share` limits the stored data read by the last level. Of a `shard`, the
@@ -133,7 +133,7 @@ class _Fsck:
     share: Share
     progress: Progress
     shard: Shard = WHOLE
-    spread: Spread | None = None
+    spread: Spread[Storage] | None = None
     remembered: Mapping[PackId, Sequence[PackEntry]] = field(default_factory=dict)
 
     def run(self) -> Facts:

@@ -11,15 +11,13 @@ killed at any moment: what is registered is finished work, and the next one goes
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from typing import TypeAlias
 
 import numpy as np
 
-from ckptstore.commit.transaction import Destination, Transaction
+from ckptstore.commit.transaction import Destination
 from ckptstore.core.config import RUN_BYTES
 from ckptstore.core.ids import CHUNK_ID_BYTES, CommitId, SessionId
 from ckptstore.core.model import CommitDocument, PackRecord
@@ -27,17 +25,17 @@ from ckptstore.core.numbers import check_number
 from ckptstore.core.text import Column, Table, bytes_text, count_text
 from ckptstore.errors import NotFound
 from ckptstore.log.entries import Settings
-from ckptstore.maintenance import Progress, silent
+from ckptstore.maintenance import Progress, Spread, Stores, here, silent
 from ckptstore.maintenance.compact.coding import (
     Candidates,
     Coded,
-    StripCoder,
+    ToCode,
+    code_strips,
     estimate,
 )
 from ckptstore.maintenance.compact.plan import (
     FINISHED_SETTING,
     SETTING,
-    ChunkSlot,
     CompactPolicy,
     Group,
     finished_in,
@@ -49,19 +47,19 @@ from ckptstore.maintenance.compact.plan import (
 )
 from ckptstore.maintenance.gc import GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.mark import Keys, short_keys
-from ckptstore.maintenance.mover import list_packs
+from ckptstore.maintenance.mover import each_written, list_packs
 from ckptstore.objects.codecs import PATCH
 from ckptstore.objects.pack import bases_of
 from ckptstore.repository import footers
-from ckptstore.repository.pack_writer import PackSet
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool, shared
+from ckptstore.repository.thread_pool import ThreadPool
 from ckptstore.restore.reader import Reader, Tree
 
 __all__ = ["CompactPolicy", "CompactReport", "compact"]
 
 ENTRY_BYTES = 512 << 20
-"""After so many bytes, new packs are listed: a compaction that is killed has lost no more."""
+"""The new packs of so many bytes are listed together: a compaction that is killed has lost no more
+of each worker."""
 
 DONE_IDS = 1 << 18
 """So many chunks are remembered as looked at before an entry, in a hundred bytes each."""
@@ -212,9 +210,10 @@ def compact(
     full_only: bool = False,
     dry_run: bool = False,
     progress: Progress = silent,
+    spread: Spread[Stores] | None = None,
 ) -> CompactReport:
-    """Code what `policy` says on `threads` threads, then delete the old packs; with `full_only`,
-    groups that will have more commits wait. With `dry_run`, estimate only.
+    """Code what `policy` says on `threads` threads, or by `spread`, then delete the old packs; with
+    `full_only`, groups that will have more commits wait. With `dry_run`, estimate only.
 
     Raises `InvalidInput` for less than one thread, `Corrupt` if a document or page cannot be read,
     and what `collect` raises.
@@ -224,7 +223,7 @@ def compact(
         handle.check_writable()
     pool = ThreadPool(threads, aside=True)
     try:
-        compaction = _Compaction(handle, policy, pool, progress, full_only=full_only)
+        compaction = _Compaction(handle, policy, pool, progress, spread, full_only=full_only)
         return compaction.estimate() if dry_run else compaction.execute()
     finally:
         pool.close()
@@ -246,10 +245,6 @@ def cut_ids(ids: bytes) -> Iterator[bytes]:
     return (ids[at : at + step] for at in range(0, len(ids), step))
 
 
-Strip: TypeAlias = tuple[Group, Sequence[ChunkSlot]]
-"""Places that are coded together, of a group."""
-
-
 class _Compaction:
     """One run of `compact`."""
 
@@ -259,10 +254,12 @@ class _Compaction:
         policy: CompactPolicy,
         threads: ThreadPool,
         progress: Progress,
+        spread: Spread[Stores] | None,
         *,
         full_only: bool,
     ) -> None:
         self._handle, self._threads, self._progress = handle, threads, progress
+        self._engine = spread
         self._state = handle.log.replay()
         handle.objects.sync(self._state)
         self._reader = Reader(handle.config, handle.objects, threads)
@@ -305,10 +302,9 @@ class _Compaction:
     def estimate(self) -> CompactReport:
         """What `execute` would do, by a sample."""
         runs: dict[str, Coded] = defaultdict(Coded)
-        for group, strip in self._strips():
-            chunks = self._candidates.of(strip)
-            estimate(self._handle.objects, chunks, group.key, runs[group.run])
-            self._candidates.done.update(each.id for place in chunks for each in place)
+        for strip in self._strips():
+            estimate(self._handle.objects, strip.places, strip.key, runs[strip.run])
+            self._tell(strip.planned_bytes)
         self._coded = Coded.total(runs.values())
         estimates = (
             RunEstimate(run, self._old(run), round(each.stored_bytes), round(each.coded_bytes))
@@ -322,12 +318,14 @@ class _Compaction:
 
     def execute(self) -> CompactReport:
         """Code all strips. In rounds, the last of which also does what an earlier compaction that
-        was killed has left, gcs delete the old packs."""
+        was killed has left, gcs delete the old packs. Workers of an engine do not wait for that:
+        the packs go at the end."""
         collected: list[GcReport] = []
+        round_bytes = math.inf if self._engine else ROUND_BYTES
         strips, swept = self._strips(), 0.0
         for strip in strips:
-            self._write(chain((strip,), strips))
-            if self._coded.coded_bytes >= swept + ROUND_BYTES:
+            self._write(chain((strip,), strips), round_bytes)
+            if self._coded.coded_bytes >= swept + round_bytes:
                 collected.append(self._sweep())
                 swept = self._coded.coded_bytes
         if self._groups and (swept < self._coded.coded_bytes or not collected):
@@ -339,7 +337,7 @@ class _Compaction:
         """Delete the old packs."""
         verified = frozenset(record.id for record in self._packed)
         options = GcOptions(grace_s=math.inf, verified=verified, empty=EMPTY)
-        return collect(self._handle, options, progress=self._progress)
+        return collect(self._handle, options, progress=self._progress, spread=self._engine)
 
     def _finish(self) -> None:
         """Note in the store's settings which groups are finished."""
@@ -369,49 +367,61 @@ class _Compaction:
             tuple(collected),
         )
 
-    def _write(self, strips: Iterable[Strip]) -> None:
-        """Code strips until they are enough for an entry, and list the new packs."""
-        with Transaction.begin(Destination(self._handle, self._threads), what="compact") as write:
-            work = shared(strips)
-            stop_at = self._coded.coded_bytes + ENTRY_BYTES
-            works = [partial(self._code, work, write.packs, stop_at)] * self._threads.count
-            self._threads.together(works, work.stop)
-            write.packs.wait()
-            if write.packs.closed:
-                self._packed += list_packs(self._handle.log, write)
+    def _write(self, strips: Iterable[ToCode], limit_bytes: float) -> None:
+        """Code strips, of at most about `limit_bytes`, and list the new packs."""
+        spread = self._engine or here((self._handle,), self._threads)
+        to, items = Destination(self._handle, self._threads), self._items(strips, limit_bytes)
+        with closing(each_written(to, "compact", spread, code_strips, items)) as done:
+            for item, coded, write in done:
+                with write:
+                    if write.packs.closed:
+                        self._packed += list_packs(self._handle.log, write)
+                self._coded = Coded.total([self._coded, coded])
+                self._tell(sum(strip.planned_bytes for strip in item))
         self._candidates.done.clear()  # from now on the index says which of them are coded
 
-    def _code(self, work: Iterable[Strip], packs: PackSet, stop_at: float) -> None:
-        """Code strips on this thread while fewer than `stop_at` bytes were made in all."""
-        with packs.writing() as writer:
-            coder = StripCoder(self._handle.objects, writer, self._coded)
-            for group, strip in work:
-                with self._unless_purged(group.commits):
-                    chunks = self._candidates.of(strip)
-                    if chunks:
-                        coder.code(chunks, group.key, self._candidates.done)
-                if self._coded.coded_bytes >= stop_at or len(self._candidates.done) >= DONE_IDS:
-                    break
+    def _items(self, strips: Iterable[ToCode], limit_bytes: float) -> Iterator[Sequence[ToCode]]:
+        """The strips that are enough for an entry, while they are at most about `limit_bytes` and
+        few enough to be remembered."""
+        some, nbytes, given_bytes = list[ToCode](), 0, 0
+        for strip in strips:
+            some.append(strip)
+            nbytes += strip.stored_bytes
+            is_last = nbytes >= limit_bytes or len(self._candidates.done) >= DONE_IDS
+            if is_last or nbytes - given_bytes >= ENTRY_BYTES:
+                yield some
+                some, given_bytes = [], nbytes
+            if is_last:
+                return
+        if some:
+            yield some
 
-    def _strips(self) -> Iterator[Strip]:
-        """The strips of all groups, oldest first."""
-        chunk_bytes = self._reader.chunk_bytes
+    def _strips(self) -> Iterator[ToCode]:
+        """What there is to code in all groups, oldest first."""
+        chunk_bytes, before_bytes, told_bytes = self._reader.chunk_bytes, 0, 0
         for group in self._groups:
             group_bytes = sum(self._logical_bytes.get(c, 0) for c in group.commits)
             with self._unless_purged(group.commits):
                 trees = [self._trees(commit) for commit in group.commits]
-                for n, strip in enumerate(strips(places(trees), chunk_bytes, RUN_BYTES)):
+                contents = (c for of in trees for tree in of.values() for c in tree.contents)
+                for ids in cut_ids(b"".join(content.ids for content in contents)):
+                    self._candidates.foresee(ids)
+                for n, strip in enumerate(strips(places(trees), chunk_bytes, RUN_BYTES), 1):
                     strips_bytes = n * RUN_BYTES * len(group.commits)  # if all chunks are large
-                    self._tell(min(strips_bytes, group_bytes))
-                    yield group, strip
-            self._done_bytes += group_bytes
-            self._tell()
+                    done_bytes = before_bytes + min(strips_bytes, group_bytes)
+                    if chunks := self._candidates.of(strip):
+                        self._candidates.done.update(each.id for some in chunks for each in some)
+                        yield ToCode(group.run, group.key, chunks, done_bytes - told_bytes)
+                        told_bytes = done_bytes
+            before_bytes += group_bytes
+        self._tell(self._total_bytes - told_bytes)
 
-    def _tell(self, of_group_bytes: int = 0) -> None:
+    def _tell(self, more_bytes: int) -> None:
         """Report the progress, with the bytes of what was coded before and after."""
+        self._done_bytes += more_bytes
         before, after = self._coded.stored_bytes, self._coded.coded_bytes
         phase = f"compact {bytes_text(round(before))} to {bytes_text(round(after))},"
-        self._progress(phase, self._done_bytes + of_group_bytes, self._total_bytes)
+        self._progress(phase, self._done_bytes, self._total_bytes)
 
     @contextmanager
     def _unless_purged(self, commits: Sequence[CommitId]) -> Iterator[None]:

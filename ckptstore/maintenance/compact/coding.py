@@ -15,19 +15,20 @@ import numpy as np
 
 from ckptstore.core.ids import ChunkId, checksum
 from ckptstore.core.model import NO_BASE, PackEntry
-from ckptstore.errors import Corrupt, NotFound
+from ckptstore.errors import CkptStoreError, Corrupt, NotFound
 from ckptstore.log.log import Log
 from ckptstore.log.state import Pack
+from ckptstore.maintenance import Stores
 from ckptstore.maintenance.compact.plan import ChunkSlot, choose_base
 from ckptstore.maintenance.gc.mark import Keys, short_keys
-from ckptstore.maintenance.mover import fill, memory_for
+from ckptstore.maintenance.mover import Writing, Written, fill, memory_for, packs_of
 from ckptstore.objects import codecs
 from ckptstore.objects.frames import Stored
-from ckptstore.objects.pack import TENSOR
+from ckptstore.objects.pack import TENSOR, FooterTable
 from ckptstore.repository import footers
 from ckptstore.repository.chunk_store import ObjectStore
 from ckptstore.repository.pack_writer import OpenPack, PackWriter
-from ckptstore.repository.thread_pool import NO_MEMORY, Scratch
+from ckptstore.repository.thread_pool import NO_MEMORY, Scratch, ThreadPool, shared
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -92,6 +93,16 @@ class Candidates:
         """By pack, the offsets of what is a base; None if that is unknown."""
         self.done: set[ChunkId] = set()
 
+    def foresee(self, ids: bytes) -> None:
+        """Look for the bases in the packs of chunks, of which a bucket is asked for several at
+        once; without this, `of` asks for one after the other."""
+        numbers = set(np.unique(self._objects.located(ids)["pack"]).tolist())
+        new = self._objects.listed(numbers - self._bases.keys())
+        number_of = {pack.id: number for number, pack in new.items()}
+        for pack, table in footers.load_tables(self._objects.storage, list(new.values())):
+            if not isinstance(table, CkptStoreError):
+                self._bases[number_of[pack.id]] = _bases_in(table)
+
     def of(self, strip: Sequence[ChunkSlot]) -> list[list[Chunk]]:
         """The different chunks to code of each place, by commit; as long and wide as the first."""
         ids = list(dict.fromkeys(chunk for place in strip for _, chunk in place.chunks))
@@ -120,12 +131,12 @@ class Candidates:
         packs = self._log.state.packs
         for number in np.unique(where["pack"]).tolist():
             if number not in self._bases:
-                self._bases[number] = self._bases_in(packs[number]) if number in packs else None
+                self._bases[number] = self._read_bases(packs[number]) if number in packs else None
             bases, there = self._bases[number], where["pack"] == number
             fixed |= there & (True if bases is None else np.isin(where["offset"], bases))
         return fixed
 
-    def _bases_in(self, pack: Pack) -> "NDArray[np.uint64] | None":
+    def _read_bases(self, pack: Pack) -> "NDArray[np.uint64] | None":
         """The offsets of the bases in `pack`. None for one that others deleted meanwhile: they have
         just moved its chunks, which a later run may code."""
         try:
@@ -134,8 +145,13 @@ class Candidates:
             if any(pack.id == listed.id for listed in self._log.replay().packs.values()):
                 raise
             return None
-        bases = np.unique(table["base"][table["base"] != NO_BASE])
-        return np.asarray(table["offset"][bases])
+        return _bases_in(table)
+
+
+def _bases_in(table: FooterTable) -> "NDArray[np.uint64]":
+    """The offsets of the bases in a pack."""
+    bases = np.unique(table["base"][table["base"] != NO_BASE])
+    return np.asarray(table["offset"][bases])
 
 
 _Raw: TypeAlias = tuple[Chunk, memoryview]
@@ -183,6 +199,41 @@ def _worth(chunk: Chunk, nbytes: float) -> bool:
     return nbytes <= WORTH * chunk.stored_bytes
 
 
+class ToCode(NamedTuple):
+    """A strip of a run to code: the different chunks of each place. Those of the commit of number
+    `key` are bases if they can be. With it, `planned_bytes` more of all commits are done."""
+
+    run: str
+    key: int
+    places: list[list[Chunk]]
+    planned_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(chunk.stored_bytes for chunks in self.places for chunk in chunks)
+
+
+def code_strips(
+    stores: Stores, threads: ThreadPool, given: Writing[Sequence[ToCode]]
+) -> Written[Coded]:
+    """Code some strips, each on one of `threads`."""
+    (store,) = stores
+    store.objects.sync(store.log.state)
+    work, coded = shared(given.item), list[Coded]()
+
+    def code() -> None:
+        own = Coded()
+        with packs.writing() as writer:
+            coder = StripCoder(store.objects, writer, own)
+            for strip in work:
+                coder.code(strip.places, strip.key)
+        coded.append(own)
+
+    with packs_of(store, threads, given.session) as packs:
+        threads.together([code] * min(threads.count, len(given.item)), work.stop)
+    return Written(tuple(packs.closed), Coded.total(coded))
+
+
 class StripCoder:
     """Codes strips on one thread, into packs of its own."""
 
@@ -192,8 +243,8 @@ class StripCoder:
         self._samples: Samples
         self._scratch = Scratch()
 
-    def code(self, places: Sequence[Sequence[Chunk]], key: int, done: set[ChunkId]) -> None:
-        """Code the candidates of each place; those that were are added to `done`."""
+    def code(self, places: Sequence[Sequence[Chunk]], key: int) -> None:
+        """Code the candidates of each place."""
         total = sum(chunk.raw_bytes for chunks in places for chunk in chunks)
         self._pack, self._samples = self._writer.pack_with_room(total), Samples()
         base_of = {
@@ -210,7 +261,6 @@ class StripCoder:
                         if chunk.member == member and base in bases and chunk.id != base.id
                     }
                 )
-        done.update(chunk.id for chunks in places for chunk in chunks)
 
     def _code_member(self, base_of: Mapping[Chunk, _Base]) -> None:
         """Code the chunks of one commit, each with the base of its place."""

@@ -11,9 +11,10 @@ is a courtesy of the plan: such a gc marks more and purges less than it might.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckptstore.commit.transaction import Destination, Transaction
 from ckptstore.core.config import default_threads
@@ -25,8 +26,8 @@ from ckptstore.errors import Conflict, Corrupt, NoSpace, NotFound
 from ckptstore.log.admission import Code, Refusal
 from ckptstore.log.entries import Body, Condemn, Delete, Entry, Over, Register
 from ckptstore.log.log import Refused
-from ckptstore.log.state import State
-from ckptstore.maintenance import Counter, Progress, silent
+from ckptstore.log.state import Pack, State
+from ckptstore.maintenance import Counter, Progress, Spread, Stores, here, silent
 from ckptstore.maintenance.gc.costs import choose, prices_of
 from ckptstore.maintenance.gc.mark import PackUse, mark
 from ckptstore.maintenance.gc.plan import (
@@ -40,12 +41,14 @@ from ckptstore.maintenance.gc.plan import (
     plan_copies,
 )
 from ckptstore.maintenance.gc.session_monitor import SessionMonitor
+from ckptstore.maintenance.mover import Writing, Written, each_written, packs_of
 from ckptstore.objects.codecs import Base, base_of, moved
 from ckptstore.objects.frames import Stored
 from ckptstore.repository.chunk_reader import StoredChunk, StoredPatch, keys_of, read_chunks
-from ckptstore.repository.pack_writer import OpenPack, PackSet
+from ckptstore.repository.pack_writer import OpenPack
 from ckptstore.repository.store_handle import StoreHandle
-from ckptstore.repository.thread_pool import ThreadPool
+from ckptstore.repository.thread_pool import REMOTE_READS, ThreadPool, one_by_one
+from ckptstore.storage.contract import Storage
 from ckptstore.storage.reserve import is_full, room, with_room
 
 B = TypeVar("B", Over, Condemn, Register, Delete)
@@ -146,8 +149,9 @@ def collect(
     dry_run: bool = False,
     progress: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
+    spread: Spread[Stores] | None = None,
 ) -> GcReport:
-    """Plan a gc and, without `dry_run`, execute the plan.
+    """Plan a gc and, without `dry_run`, execute the plan; `spread` copies, by default this thread.
 
     Raises `Corrupt`, before anything is deleted, if a commit's document or pages cannot be read;
     `Conflict` if other gcs kept condemning.
@@ -155,7 +159,7 @@ def collect(
     if not dry_run:
         handle.check_writable()
     threads = ThreadPool(default_threads())
-    gc = _Gc(handle, options, threads, clock, progress)
+    gc = _Gc(handle, options, threads, clock, progress, spread)
     try:
         for _ in range(ATTEMPTS):
             try:
@@ -243,9 +247,9 @@ class _PackCopy:
         self._bases: dict[int, tuple[int, Base]] = {}
         """The record and the place in the target of what may be a base, by offset in the source."""
 
-    def append(self, chunk: StoredChunk | StoredPatch) -> int:
-        """Queue a chunk as it is stored, after its base; returns its bytes. Raises `Corrupt` for a
-        difference whose base is not copied."""
+    def append(self, chunk: StoredChunk | StoredPatch) -> None:
+        """Queue a chunk as it is stored, after its base. Raises `Corrupt` for a difference whose
+        base is not copied."""
         target, entry = self._target, chunk.entry
         stored: Stored = chunk.stored
         if entry.base != NO_BASE:
@@ -257,7 +261,6 @@ class _PackCopy:
         if entry.base == NO_BASE:
             base = Base(copied.offset, copied.stored_bytes, copied.codec)
             self._bases[entry.offset] = number, base
-        return len(stored)
 
     def _base(self, chunk: StoredChunk | StoredPatch) -> tuple[int, Base]:
         """The record and the place in the target of the base of a difference."""
@@ -268,6 +271,45 @@ class _PackCopy:
                 f"one at offset {offset}, which is not copied; run `ckptstore fsck`"
             )
         return self._bases[offset]
+
+
+class Copied(NamedTuple):
+    """The numbers of the `sources` that were copied, and those that cannot be read."""
+
+    sources: frozenset[int]
+    damaged: tuple[PackId, ...]
+
+
+def write_copy(stores: Stores, threads: ThreadPool, given: Writing[Copy]) -> Written[Copied]:
+    """Write a new pack; none if no source could be read."""
+    (store,), copy = stores, given.item
+    metadata = copy.sources[0].pack.metadata
+    with (
+        packs_of(store, threads, given.session) as packs,
+        packs.writing(metadata=metadata) as writer,
+    ):
+        target = writer.pack_with_room(copy.bytes)
+        sound = [use for use in copy.sources if _append_chunks(store.storage, use, target)]
+        if not sound:
+            writer.discard()
+    damaged = tuple(use.pack.id for use in copy.sources if use not in sound)
+    copied = Copied(frozenset(use.number for use in sound), damaged)
+    return Written(tuple(packs.closed), copied)
+
+
+def _append_chunks(storage: Storage, use: PackUse, target: OpenPack) -> bool:
+    """Append the live chunks of a pack as they are stored, each verified; False if some cannot be
+    read."""
+    try:
+        rows = live_rows(storage, use)
+        moves, _ = place(rows, target.offset)
+        copy = _PackCopy(use.pack.id, target, dict(moves.tolist()))
+        for chunk in read_chunks(storage, use.pack, rows):
+            copy.append(chunk)
+        target.flush()
+    except (Corrupt, NotFound):
+        return False
+    return True
 
 
 class _Gc:
@@ -281,11 +323,13 @@ class _Gc:
         threads: ThreadPool,
         clock: Callable[[], float],
         progress: Progress,
+        spread: Spread[Stores] | None = None,
     ) -> None:
         self._storage, self._log = handle.storage, handle.log
         self._options, self._threads, self._progress = options, threads, progress
         self._handle, self._clock = handle, clock
         self._to = Destination(handle, threads)
+        self._engine = spread
         self._plan, self._fence = GcPlan(), 0
         self.report = GcReport(self._plan)
         self.list_store()
@@ -398,16 +442,21 @@ class _Gc:
             return
         counter = Counter(self._progress, "delete packs", len(body.packs))
         deleted = [condemned[n] for n in sorted(body.packs)]
-        for pack in deleted:
-            for key in keys_of(pack):
-                self._remove(key, pack.bytes)
-            self._monitor.waits.pop(pack.id, None)
-            counter.add()
-        self.report.deleted += tuple([pack.id for pack in deleted])
 
-    def _remove(self, key: str, nbytes: int) -> None:
-        self._storage.delete(key)
-        self.report.freed_bytes += nbytes
+        def delete(pack: Pack) -> None:
+            for key in keys_of(pack):
+                self._storage.delete(key)
+            counter.add()
+
+        if self._storage.capabilities.slow_requests:
+            with closing(ThreadPool(REMOTE_READS)) as threads:
+                threads.spread(delete, deleted)
+        else:
+            one_by_one(delete, deleted)
+        for pack in deleted:
+            self.report.freed_bytes += pack.stored_bytes
+            self._monitor.waits.pop(pack.id, None)
+        self.report.deleted += tuple([pack.id for pack in deleted])
 
     def _sweep(self) -> None:
         """Delete the planned orphans that are still orphans; they were listed before this
@@ -418,62 +467,46 @@ class _Gc:
         found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:
-            self._remove(orphan.key, orphan.bytes)
+            self._storage.delete(orphan.key)
+            self.report.freed_bytes += orphan.bytes
             self.report.deleted_orphans += 1
             counter.add()
 
     def _copy_all(self) -> None:
+        copies, condemned = self._plan.copies, set[int]()
         counter = Counter(self._progress, "copy", self._plan.copied_bytes)
-        for copy in self._plan.copies:
-            try:
-                self._copy(copy, counter)
-            except NoSpace as error:
-                self.report.stopped = str(error)
-                return
+        if not copies:
+            return
+        spread = self._engine or here((self._handle,), self._threads)
+        try:
+            with closing(each_written(self._to, "gc", spread, write_copy, copies)) as done:
+                for copy, copied, transaction in done:
+                    counter.add(copy.bytes)
+                    condemned |= self._list(copied, transaction)
+                    # Packs would wait for the sessions of other workers.
+                    if condemned and not self._engine:
+                        self._delete(condemned)
+                        condemned.clear()
+        except NoSpace as error:
+            self.report.stopped = str(error)
+        if condemned:
+            self._delete(condemned)
 
-    def _copy(self, copy: Copy, counter: Counter) -> None:
-        """Write a new pack, list it and condemn its sources, except those referred to since the
-        mark; then delete them."""
-        with Transaction.begin(self._to, what="gc") as transaction:
-            sources, body = self._write(copy, transaction.packs, counter), None
+    def _list(self, copied: Copied, transaction: Transaction) -> frozenset[int]:
+        """List a new pack and condemn its sources, except those referred to since the mark."""
+        with transaction:
+            if copied.damaged and self._log.replay().fence != self._fence:
+                raise _mark_again()  # a pack that another gc has deleted is not damaged
+            self.report.damaged += copied.damaged
             records = tuple(pack.record for pack in transaction.packs.closed)
-            if sources:
+            body = None
+            if copied.sources:
                 mark, fence = self._plan.mark, self._fence
-                body = Register(transaction.session, mark, fence, records, sources)
+                body = Register(transaction.session, mark, fence, records, copied.sources)
                 body = self._append(body, transaction.append)
             if body is None:
                 transaction.packs.drop()
-                return
+                return frozenset()
         self.report.condemned_packs += len(body.condemn)
         self.report.copied_bytes += sum(record.stored_bytes for record in records)
-        self._delete(sources)
-
-    def _write(self, copy: Copy, packs: PackSet, counter: Counter) -> frozenset[int]:
-        """Write the new pack durably; the log does not list it yet. Returns the numbers of the
-        packs that were copied; none if none could be read."""
-        with packs.writing(metadata=copy.sources[0].pack.metadata) as writer:
-            target = writer.pack_with_room(copy.bytes)
-            sources = (use for use in copy.sources if self._append_chunks(use, target, counter))
-            moved = frozenset(use.number for use in sources)
-            if not moved:
-                writer.discard()
-        packs.wait()
-        return moved
-
-    def _append_chunks(self, use: PackUse, target: OpenPack, counter: Counter) -> bool:
-        """Append the live chunks of a pack as they are stored, each verified; False, with the pack
-        in the report, if some cannot be read."""
-        try:
-            rows = live_rows(self._storage, use)
-            moves, _ = place(rows, target.offset)
-            copy = _PackCopy(use.pack.id, target, dict(moves.tolist()))
-            for chunk in read_chunks(self._storage, use.pack, rows):
-                counter.add(copy.append(chunk))
-            target.flush()
-        except (Corrupt, NotFound) as error:
-            if self._log.replay().fence != self._fence:
-                # A pack that another gc has deleted is not damaged.
-                raise _mark_again() from error
-            self.report.damaged += (use.pack.id,)
-            return False
-        return True
+        return body.condemn

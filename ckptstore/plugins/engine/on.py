@@ -1,15 +1,22 @@
 """What `Store.on` offers: the long jobs of a store on the workers of an executor."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
+from typing import Protocol
 
 from ckptstore.interop.formats.new_files import EVERYTHING, Exported
 from ckptstore.plugin.handles import AnyRef, StoreHandle, find_commit
 from ckptstore.plugin.upkeep import (
+    CompactReport,
+    GcReport,
     Level,
+    Mirrored,
     Progress,
     Report,
+    Spread,
+    Stores,
     fsck,
     offline_store_of,
     parse_level,
@@ -18,14 +25,45 @@ from ckptstore.plugin.upkeep import (
     silent,
 )
 from ckptstore.plugins.engine.consolidated import export_on
-from ckptstore.plugins.engine.work import Place, spread_on
+from ckptstore.plugins.engine.work import Place, spread_on, stores_on
+
+
+class Moves(Protocol):
+    """What of the maintenance of a store moves chunks; the arguments are those of `Store`."""
+
+    @property
+    def compact(self) -> Callable[..., CompactReport]: ...
+
+    @property
+    def gc(self) -> Callable[..., GcReport]: ...
+
+    @property
+    def push(self) -> Callable[..., Mirrored]: ...
+
+    @property
+    def pull(self) -> Callable[..., Mirrored]: ...
+
+    @property
+    def mirror(self) -> Callable[..., Mirrored]: ...
 
 
 class OnWorkers:
-    """A store whose long jobs run on the workers of `executor`."""
+    """A store whose long jobs run on the workers of `executor`: `fsck` and `export`, and as in
+    `Store` `compact`, `gc`, of which they copy what is left in packs, `push`, `pull` and
+    `mirror`."""
 
-    def __init__(self, handle: StoreHandle, executor: Executor, run: str | None) -> None:
+    def __init__(
+        self,
+        handle: StoreHandle,
+        executor: Executor,
+        run: str | None,
+        maintenance: Callable[[Callable[..., Spread[Stores]]], Moves],
+    ) -> None:
+        """`maintenance` makes that of the store, with what carries out its jobs."""
         self._handle, self._executor, self._run = handle, executor, run
+        its = maintenance(partial(stores_on, executor))
+        self.compact, self.gc = its.compact, its.gc
+        self.push, self.pull, self.mirror = its.push, its.pull, its.mirror
 
     def fsck(
         self,

@@ -18,7 +18,7 @@ from ckptstore.errors import CkptStoreError, Unavailable
 from ckptstore.plugin.handles import StoreHandle, read_config
 from ckptstore.plugin.model import StoreId, random_digits
 from ckptstore.plugin.storage import Storage, open_storage
-from ckptstore.plugin.upkeep import OfflineStore, Spread
+from ckptstore.plugin.upkeep import WORKER_THREADS, OfflineStore, Spread, Stores
 from ckptstore.plugin.work import ThreadPool, each_done, reads_at_once
 
 T = TypeVar("T")
@@ -31,12 +31,13 @@ class Place:
 
     url: str
     store: StoreId
+    read_only: bool = True
 
     @classmethod
-    def of(cls, store: StoreHandle | OfflineStore) -> "Place":
+    def of(cls, store: StoreHandle | OfflineStore, *, read_only: bool = True) -> "Place":
         """The place of an open store. Its URL is the one for people, without credentials."""
         url = store.storage.url
-        return cls(url if "://" in url else os.path.abspath(url), store.config.store)
+        return cls(url if "://" in url else os.path.abspath(url), store.config.store, read_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +46,51 @@ class Work:
     has opened; the next job looks at the store anew, which may have been replaced."""
 
     job: str
-    place: Place
-    task: Callable[[Storage, ThreadPool, Any], Any]
+    places: Place | tuple[Place, ...]
+    task: Callable[[Any, ThreadPool, Any], Any]
     item: Any
 
 
-def spread_on(executor: Executor, place: Place) -> Spread:
-    """Carries tasks out on the workers of `executor`; raises as `each_done`."""
+def spread_on(executor: Executor, place: Place) -> Spread[Storage]:
+    """Carries tasks out that read objects, on the workers of `executor`; raises as `each_done`."""
+    return _Spread(executor, place)
 
-    def spread(
-        task: Callable[[Storage, ThreadPool, T], R], items: Iterable[T]
+
+def stores_on(executor: Executor, *stores: StoreHandle) -> Spread[Stores]:
+    """Carries tasks out that read the first of `stores`, and write to the last."""
+    last = len(stores) - 1
+    places = (Place.of(store, read_only=i < last) for i, store in enumerate(stores))
+    return _Spread(executor, tuple(places))
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    executor: Executor
+    places: Place | tuple[Place, ...]
+
+    def __call__(
+        self, task: Callable[[Any, ThreadPool, T], R], items: Iterable[T]
     ) -> Generator[tuple[T, R], None, None]:
         job = random_digits(8)
-        works = (Work(job, place, task, item) for item in items)
-        with closing(each_done(executor, carry_out, works)) as done:
+        works = (Work(job, self.places, task, item) for item in items)
+        with closing(each_done(self.executor, carry_out, works)) as done:
             for work, result in done:
                 yield work.item, result
 
-    return spread
-
 
 def carry_out(work: Work) -> Any:
-    """Do one piece of work, in a worker. Raises `Unavailable` if it does not reach the store."""
-    storage = _opened(work.place, work.job, os.getpid())
-    with closing(ThreadPool(readers(storage))) as threads:
-        return work.task(storage, threads, work.item)
+    """Do one piece of work, in a worker. Raises `Unavailable` if it does not reach a store."""
+    if isinstance(work.places, Place):
+        storage = _storage_at(work.places, work.job, os.getpid())
+        with closing(ThreadPool(readers(storage))) as threads:
+            return work.task(storage, threads, work.item)
+    stores = tuple(_store_at(place, work.job, os.getpid()) for place in work.places)
+    with closing(ThreadPool(WORKER_THREADS)) as threads:
+        return work.task(stores, threads, work.item)
 
 
 @lru_cache(2)
-def _opened(place: Place, job: str, pid: int) -> Storage:
+def _storage_at(place: Place, job: str, pid: int) -> Storage:
     """The storage of a store, kept for other work of the `job` in the process `pid`."""
     storage = None
     try:
@@ -84,6 +101,27 @@ def _opened(place: Place, job: str, pid: int) -> Storage:
             storage.close()
         raise not_reached(place.url, error) from error
     return storage
+
+
+@lru_cache(4)
+def _store_at(place: Place, job: str, pid: int) -> StoreHandle:
+    """A store whose log was read, kept likewise."""
+    handle = open_at(place)
+    handle.log.replay()
+    return handle
+
+
+def open_at(place: Place) -> StoreHandle:
+    """Open the store of a place, in a worker."""
+    handle = None
+    try:
+        handle = StoreHandle(place.url, read_only=place.read_only)
+        refuse_another(handle.config.store, place)
+    except CkptStoreError as error:
+        if handle is not None:
+            handle.close()
+        raise not_reached(place.url, error) from error
+    return handle
 
 
 def not_reached(url: str, error: Exception) -> Unavailable:

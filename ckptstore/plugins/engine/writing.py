@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-from ckptstore.errors import CkptStoreError
-from ckptstore.plugin.handles import StoreHandle, find_commit
+from ckptstore.plugin.handles import find_commit
 from ckptstore.plugin.model import MIB, Box, CommitId
 from ckptstore.plugin.reading import CommitContents, InFile, Reader, ReadRequest, contents_at
 from ckptstore.plugin.work import ThreadPool
-from ckptstore.plugins.engine.work import Place, not_reached, readers, refuse_another
+from ckptstore.plugins.engine.work import Place, not_reached, open_at, readers
 
 READ_BYTES = 64 * MIB
 """Bound of the memory to read into, unless chunks are larger than a quarter of it."""
@@ -62,11 +61,7 @@ def _contents(part: Part) -> Iterator[CommitContents]:
     """The commit of a part, in the store opened anew: by its log it knows where gc has moved
     chunks."""
     with ExitStack() as stack:
-        try:
-            handle = stack.enter_context(closing(StoreHandle(part.place.url, read_only=True)))
-            refuse_another(handle.config.store, part.place)
-        except CkptStoreError as error:
-            raise not_reached(part.place.url, error) from error
+        handle = stack.enter_context(closing(open_at(part.place)))
         found = find_commit(handle, part.commit, None)
         threads = stack.enter_context(closing(ThreadPool(readers(handle.storage))))
         yield contents_at(handle, Reader(handle.config, handle.objects, threads), found)

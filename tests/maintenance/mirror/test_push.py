@@ -342,15 +342,15 @@ def test_a_gc_in_the_middle_of_a_push_costs_nothing(
     target = _empty(tmp_path / "target")
     from ckptstore.maintenance import mirror as module
 
-    registered = module._Mirror._register
+    listed = module.list_packs
 
-    def register_and_collect(self: Any, *args: Any) -> Any:
-        records = registered(self, *args)
+    def list_and_collect(*args: Any) -> Any:
+        records = listed(*args)
         with ckptstore.open(target) as there:
             there.gc(max_unused=0.0, grace_s=0)
         return records
 
-    monkeypatch.setattr(module._Mirror, "_register", register_and_collect)
+    monkeypatch.setattr(module, "list_packs", list_and_collect)
     done = in_batches(place, target)
     assert len(done.sent) == 4
     assert not check(target).findings
