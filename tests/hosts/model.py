@@ -31,6 +31,8 @@ class Rules:
     """A host that has lost its ckptstore.json serves nothing, and its log counts for nothing."""
     compares_lineages: bool = True
     """Of two hosts, the one whose jobs include the other's last one has the log that holds."""
+    opens_last: bool = True
+    """Nobody appends on a host before all hosts of its job have the job in their lineage."""
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Host:
     lineage: tuple[str, ...] = ()
     job: str = ""
     config: bool = False
+    given_up: tuple[str, ...] = ()
+    """Jobs that it entered and left before it had them in its lineage."""
 
 
 @dataclass
@@ -64,7 +68,7 @@ class World:
     def lose(self, host: int, *, emptied: bool) -> None:
         """A host is replaced, or its directory is emptied, and what lies beside it stays."""
         at = self.hosts[host]
-        self.hosts[host] = Host([], at.lineage, at.job) if emptied else Host()
+        self.hosts[host] = Host([], at.lineage, at.job, given_up=at.given_up) if emptied else Host()
         for having in self.acknowledged.values():
             having.discard(host)
 
@@ -74,13 +78,17 @@ def chosen_of(world: World, hosts: tuple[int, ...]) -> int | None:
     for h in hosts:
         at = world.hosts[h]
         has = at.config or (at.log and not world.rules.looks_for_config)
-        lineage = at.lineage if has else ()
-        facts.append(HostFacts(str(h), "store" if has else "", lineage, len(at.log)))
+        lineage, left = (at.lineage, left_by(at)) if has else ((), ())
+        facts.append(HostFacts(str(h), "store" if has else "", lineage, len(at.log), left))
     if not world.rules.compares_lineages:
         having = [h for h in hosts if world.hosts[h].config]
         return max(having, key=lambda h: len(world.hosts[h].log), default=None)
     found = choose_log(facts)
     return hosts[found] if found is not None else None
+
+
+def left_by(at: Host) -> tuple[str, ...]:
+    return at.given_up if at.job in at.lineage else (*at.given_up, at.job)
 
 
 def job(world: World, name: str, hosts: tuple[int, ...], random: Random) -> Iterator[None]:
@@ -99,6 +107,7 @@ def job(world: World, name: str, hosts: tuple[int, ...], random: Random) -> Iter
     for h in random.sample(hosts, len(hosts)):
         if rules.enters_once and (at[h].job, at[h].lineage) != told[h]:
             return
+        at[h].given_up = left_by(at[h])
         at[h].job, at[h].lineage = name, at[h].lineage if at[h].config else ()
         yield
     for h in random.sample(hosts, len(hosts)):
@@ -116,31 +125,48 @@ def job(world: World, name: str, hosts: tuple[int, ...], random: Random) -> Iter
             else:
                 mine.append(theirs[len(mine)])
             yield
+    writers = list[Iterator[None]]()
     for h in random.sample(hosts, len(hosts)):
         if not world.may(h, name):
             return
         at[h].lineage = lineage
         if found is None and at[h] is began[h]:
             at[h].config = True  # of the new store
-        yield
+        if not rules.opens_last:
+            writers.append(writer(world, name, len(writers) + 10, hosts, random, own=h))
+        yield from some(writers, random, steps=random.randrange(9))
     if all(at[h].job == name for h in hosts):
         kept = [h for h in hosts if at[h] is began[h]]  # the others were emptied meanwhile
         world.lost += [entry for entry in having if any(entry not in at[h].log for h in kept)]
         for entry in having:
             world.acknowledge(entry, hosts)
-    writers = [writer(world, name, n, hosts, random) for n in range(random.randint(1, 3))]
-    while writers:
+    writers += [writer(world, name, n, hosts, random) for n in range(random.randint(1, 3))]
+    yield from some(writers, random)
+
+
+def some(
+    writers: list[Iterator[None]], random: Random, steps: int | None = None
+) -> Generator[None, None, None]:
+    """So many steps of some writers, or all."""
+    yield
+    while writers and steps != 0:
         one = random.choice(writers)
         if next(one, "ended") == "ended":
             writers.remove(one)
+        steps = steps and steps - 1
         yield
 
 
 def writer(
-    world: World, name: str, number: int, hosts: tuple[int, ...], random: Random
+    world: World,
+    name: str,
+    number: int,
+    hosts: tuple[int, ...],
+    random: Random,
+    own: int | None = None,
 ) -> Iterator[None]:
     """A process of a job on one of its hosts, which appends an entry."""
-    own = random.choice(hosts)
+    own = random.choice(hosts) if own is None else own
     for attempt in range(3):
         entry, view = f"{name}.{number}.{attempt}", list(world.hosts[own].log)
         completes = view and world.rules.completes

@@ -74,6 +74,16 @@ def test_hosts_that_went_on_separately_are_not_joined() -> None:
     assert choose_log([HostFacts("new")]) is None
 
 
+def test_a_job_that_a_host_left_before_it_joined_does_not_divide_hosts() -> None:
+    last = HostFacts("last", "s", ("1", "2"), 5)  # "2" died when only this host had joined
+    alone = HostFacts("alone", "s", ("1", "3"), 7)
+    with pytest.raises(Conflict, match="gone on separately"):
+        choose_log([last, alone])
+    assert choose_log([last, replace(alone, given_up=("2",))]) == 1
+    with pytest.raises(Conflict, match="gone on separately"):
+        choose_log([last, replace(alone, lineage=("4", "3"), given_up=("2",))])
+
+
 def test_a_host_with_a_damaged_configuration_gets_that_of_the_others() -> None:
     a, bad = HostFacts("a", "s", ("1", "2"), 5), HostFacts("bad", lineage=("1",), damaged="bits")
     assert choose_log([bad, a]) == 1

@@ -10,12 +10,10 @@ from shutil import rmtree
 import pytest
 
 from ckptstore.core.ids import SessionId, log_key
-from ckptstore.distributed.addresses import listen
 from ckptstore.errors import Conflict, Corrupt, InvalidInput, NoSpace, NotFound, Unavailable
 from ckptstore.interop.torchft.invitation import Invitation
 from ckptstore.log.entries import Entry, Settings, decode_entry, encode_entry, origin
 from ckptstore.plugins.hosts import peer
-from ckptstore.plugins.hosts.agent import AgentServer
 from ckptstore.plugins.hosts.joining import replace_damaged
 from ckptstore.plugins.hosts.members import (
     AGENT_NAME,
@@ -23,8 +21,8 @@ from ckptstore.plugins.hosts.members import (
     before,
     beside,
     enter,
+    go_on,
     in_job,
-    join_lineage,
     read_agent,
     read_members,
     write_agent,
@@ -34,6 +32,7 @@ from ckptstore.plugins.hosts.storage import HostsStorage, peers_of
 from ckptstore.storage import open_storage
 from ckptstore.storage.contract import COPY, Storage
 from ckptstore.storage.reserve import RESERVE_KEY, ensure_reserve, with_room
+from tests.hosts.joined import Joined
 from tests.log.model.world import STORE
 from tests.storage.test_backend import BackendContract
 from tests.support.mounts import leave_free, small_disk, small_disk_problem
@@ -48,54 +47,14 @@ def entry(n: int, time_ns: int = 0) -> bytes:
     return encode_entry(Entry(*header, Settings(())))
 
 
-class Site:
-    """Three hosts, each a directory with an agent of this process."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.roots = [folder / f"host-{i}" for i in range(3)]
-        self.servers = []
-        for root in self.roots:
-            root.mkdir(exist_ok=True)
-            agent = Invitation(f"instance-{root.name}", f"token-{root.name}", ())
-            server = AgentServer(root, listen(), agent)
-            stack.callback(server.close)
-            self.servers.append(server)
-        self.join("job-1")
-
-    def join(self, job: str, *, but: int | None = None) -> None:
-        agents = tuple(
-            Invitation(server.instance, f"token-{root.name}", (("127.0.0.1", server.port),))
-            for server, root in zip(self.servers, self.roots, strict=True)
-        )
-        names = tuple(root.name for root in self.roots)
-        for me, root in enumerate(self.roots):
-            if me != but:
-                write_members(root, Members(job, me, names, agents, ((me + 1) % 3,), (job,)))
-
-    def put(self, host: int, key: str, data: bytes) -> None:
-        """As if a writer had died before it came to the next host."""
-        path = self.roots[host] / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def damage(self, host: int, key: str) -> None:
-        path = self.roots[host] / key
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-
-    def files(self, key: str) -> list[bool]:
-        return [(root / key).is_file() for root in self.roots]
-
-
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[Joined]:
     with ExitStack() as stack:
-        yield Site(tmp_path, stack)
+        yield Joined(tmp_path, stack)
 
 
 @pytest.fixture
-def hosts(site: Site) -> Iterator[list[HostsStorage]]:
+def hosts(site: Joined) -> Iterator[list[HostsStorage]]:
     with ExitStack() as stack:
         storages = [HostsStorage(root) for root in site.roots]
         for storage in storages:
@@ -105,7 +64,7 @@ def hosts(site: Site) -> Iterator[list[HostsStorage]]:
 
 class TestHosts(BackendContract):
     @pytest.fixture
-    def url(self, site: Site) -> str:
+    def url(self, site: Joined) -> str:
         return f"hosts://{site.roots[1]}"
 
     def test_what_is_read_ahead_is_served_once(self, storage: Storage) -> None:
@@ -124,7 +83,7 @@ def written(storage: HostsStorage, key: str, data: bytes) -> None:
 
 
 def test_a_pack_lies_on_two_hosts_and_an_entry_on_all(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     written(hosts[2], "packs/aa/one", b"pack" * 1000)
     assert site.files("packs/aa/one") == [True, False, True]
@@ -146,7 +105,7 @@ def test_a_pack_lies_on_two_hosts_and_an_entry_on_all(
 
 
 def test_a_host_that_lacks_entries_gets_them_before_the_next(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     for n in (1, 2, 3):
         assert hosts[0].put_new(log_key(n), entry(n))
@@ -158,7 +117,7 @@ def test_a_host_that_lacks_entries_gets_them_before_the_next(
 
 
 def test_a_silent_host_is_not_an_empty_one(
-    site: Site, hosts: list[HostsStorage], monkeypatch: pytest.MonkeyPatch
+    site: Joined, hosts: list[HostsStorage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer, "CONNECT_S", 0.5)
     monkeypatch.setattr(peer, "PAUSE_S", 0.01)
@@ -179,7 +138,7 @@ def test_a_silent_host_is_not_an_empty_one(
 
 
 def test_a_host_of_another_job_changes_nothing_for_this_one(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     site.join("job-2", but=0)
     for change in (
@@ -192,7 +151,7 @@ def test_a_host_of_another_job_changes_nothing_for_this_one(
     assert site.files(log_key(1))[1:] == [False] * 2
 
 
-def test_who_has_not_the_token_gets_nothing(site: Site, hosts: list[HostsStorage]) -> None:
+def test_who_has_not_the_token_gets_nothing(site: Joined, hosts: list[HostsStorage]) -> None:
     written(hosts[0], "packs/aa/one", b"pack")
     known = hosts[1]._members.agents[0]
     for agent in (replace(known, token="token-host-1"), replace(known, token="")):
@@ -210,7 +169,7 @@ def test_who_has_not_the_token_gets_nothing(site: Site, hosts: list[HostsStorage
 
 
 def test_an_answer_that_was_lost_is_no_acknowledgement(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     """The entry had reached the first host alone. Who finds it there brings it to the others."""
     site.put(0, log_key(1), entry(1))
@@ -230,7 +189,7 @@ def test_an_answer_that_was_lost_is_no_acknowledgement(
 
 
 def test_what_is_damaged_on_a_host_is_read_from_another(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     written(hosts[0], "packs/aa/one", b"pack" * 1000)
     assert hosts[1].put_new(log_key(1), entry(1))
@@ -244,7 +203,7 @@ def test_what_is_damaged_on_a_host_is_read_from_another(
 
 
 def test_a_host_that_lost_its_directory_serves_nothing(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     """Empty, it would pass for a host that has an empty log."""
     written(hosts[0], "packs/aa/one", b"pack")
@@ -257,7 +216,7 @@ def test_a_host_that_lost_its_directory_serves_nothing(
 
 
 def test_a_host_whose_directory_was_emptied_serves_nothing(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     assert hosts[1].put_new("ckptstore.json", b"{}") and hosts[1].put_new(log_key(1), entry(1))
     for path in site.roots[0].iterdir():
@@ -267,7 +226,7 @@ def test_a_host_whose_directory_was_emptied_serves_nothing(
 
 
 def test_a_process_of_an_older_job_changes_nothing_on_its_own_host(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     hosts[0].put("ckptstore.json", b"{}")
     site.join("job-2")
@@ -282,29 +241,32 @@ def test_a_process_of_an_older_job_changes_nothing_on_its_own_host(
     assert site.files(log_key(1)) == [False] * 3
 
 
-def test_a_job_enters_a_host_as_it_told_or_not_at_all(site: Site) -> None:
+def test_a_job_enters_a_host_as_it_told_or_not_at_all(site: Joined) -> None:
     root = site.roots[0]
     told, job = before(root), read_members(root)
     enter(root, told, replace(job, job="job-2"))
     with pytest.raises(Conflict, match="another job has begun"):
         enter(root, told, replace(job, job="job-3"))
     with pytest.raises(Unavailable, match="has joined another job"):
-        join_lineage(root, job, ("job-1",), 0)
+        go_on(root, replace(job, joined=True))
     assert before(root) == ("job-2", ("job-1",))
 
 
-def test_nobody_opens_a_store_whose_hosts_have_not_joined_yet(site: Site) -> None:
+def test_nobody_opens_a_store_whose_hosts_have_not_joined_yet(site: Joined) -> None:
     """Logs may still differ: a gc would delete packs of commits that this host lacks."""
     root = site.roots[0]
-    enter(root, before(root), replace(read_members(root), job="job-2"))
-    with pytest.raises(Unavailable, match="have not joined yet"):
-        HostsStorage(root, read_only=True)
-    join_lineage(root, read_members(root), ("job-1", "job-2"), 0)
+    job = replace(read_members(root), job="job-2", joined=False)
+    enter(root, before(root), job)
+    for lineage in (("job-1",), ("job-1", "job-2")):  # another host may not have this one yet
+        go_on(root, replace(job, lineage=lineage))
+        with pytest.raises(Unavailable, match="have not joined yet"):
+            HostsStorage(root, read_only=True)
+    go_on(root, replace(job, joined=True))
     HostsStorage(root).close()
 
 
 def test_an_agent_is_idle_when_no_process_of_its_host_has_the_store(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     server = site.servers[1]
     server.asked_at -= 100
@@ -315,7 +277,7 @@ def test_an_agent_is_idle_when_no_process_of_its_host_has_the_store(
 
 
 def test_a_damaged_entry_is_replaced_by_what_another_host_has(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     for n in (1, 2):
         assert hosts[0].put_new(log_key(n), entry(n))
@@ -335,7 +297,7 @@ def test_a_full_host_refuses_whole_packs_and_takes_entries_that_others_have(tmp_
     if reason := small_disk_problem():
         pytest.skip(reason)
     with small_disk(tmp_path / "host-2", size_bytes=4 << 20), ExitStack() as stack:
-        site = Site(tmp_path, stack)
+        site = Joined(tmp_path, stack)
         hosts = [HostsStorage(root) for root in site.roots]
         for storage in hosts:
             stack.callback(storage.close)
@@ -356,8 +318,26 @@ def test_a_full_host_refuses_whole_packs_and_takes_entries_that_others_have(tmp_
         assert site.files(log_key(2)) == [True] * 3
 
 
+def test_a_job_begins_on_a_full_host_in_the_room_of_the_reserve(tmp_path: Path) -> None:
+    if reason := small_disk_problem():
+        pytest.skip(reason)
+    with (
+        small_disk(tmp_path / "disk", size_bytes=4 << 20) as disk,
+        closing(open_storage(disk / "run")) as own,
+    ):
+        job = Members("job-1", 0, ("here",), (Invitation("instance", "token", ()),), ())
+        ensure_reserve(own)
+        leave_free(disk, 0)
+        write_members(disk / "run", job)
+        assert read_members(disk / "run") == job and own.size(RESERVE_KEY) is None
+        assert beside(disk / "run", "hosts.json").stat().st_mode & 0o777 == 0o600
+        leave_free(disk, 0)
+        with pytest.raises(NoSpace, match="make room"):
+            write_members(disk / "run", job)
+
+
 def test_a_connection_is_kept_for_the_next_request(
-    site: Site, hosts: list[HostsStorage], monkeypatch: pytest.MonkeyPatch
+    site: Joined, hosts: list[HostsStorage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
     connected = peer.Peer._connected
@@ -370,7 +350,7 @@ def test_a_connection_is_kept_for_the_next_request(
     assert len(opened) == 1
 
 
-def test_a_damaged_way_to_an_agent_is_said_to_be_damaged(site: Site) -> None:
+def test_a_damaged_way_to_an_agent_is_said_to_be_damaged(site: Joined) -> None:
     root = site.roots[0]
     agent = Invitation("instance", "token", (("127.0.0.1", 1),))
     write_agent(root, agent)
@@ -380,7 +360,7 @@ def test_a_damaged_way_to_an_agent_is_said_to_be_damaged(site: Site) -> None:
         read_agent(root)
 
 
-def test_what_others_may_write_says_nothing_of_the_hosts(site: Site) -> None:
+def test_what_others_may_write_says_nothing_of_the_hosts(site: Joined) -> None:
     root = site.roots[0]
     place = beside(root, "lock").parent
     place.chmod(0o777)
@@ -392,7 +372,7 @@ def test_what_others_may_write_says_nothing_of_the_hosts(site: Site) -> None:
 
 
 def test_what_was_appended_counts_although_a_host_fell_silent(
-    site: Site, hosts: list[HostsStorage]
+    site: Joined, hosts: list[HostsStorage]
 ) -> None:
     site.servers[1].close()
     assert with_room(hosts[0], lambda: "appended") == "appended"

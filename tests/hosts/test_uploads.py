@@ -13,7 +13,7 @@ from ckptstore.errors import Conflict, NoSpace
 from ckptstore.plugins.hosts.members import read_members
 from ckptstore.plugins.hosts.peer import Peer
 from ckptstore.plugins.hosts.storage import HostsStorage, peers_of
-from tests.hosts.test_storage import Site
+from tests.hosts.joined import Joined
 
 KEY = "packs/aa/one"
 SESSION = SessionId("5" * 24)
@@ -22,13 +22,13 @@ BYTES = bytes(range(256)) * (12 << 10)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path) -> Iterator[Joined]:
     with ExitStack() as stack:
-        yield Site(tmp_path, stack)
+        yield Joined(tmp_path, stack)
 
 
 @pytest.fixture
-def storage(site: Site) -> Iterator[HostsStorage]:
+def storage(site: Joined) -> Iterator[HostsStorage]:
     with closing(HostsStorage(site.roots[0])) as storage:
         yield storage
 
@@ -39,7 +39,7 @@ def buffers() -> Iterator[memoryview]:
 
 
 def test_a_taker_has_the_bytes_before_the_object_is_finished(
-    site: Site, storage: HostsStorage
+    site: Joined, storage: HostsStorage
 ) -> None:
     writer = storage.create(KEY, session=SESSION)
     for buffer in buffers():
@@ -52,7 +52,7 @@ def test_a_taker_has_the_bytes_before_the_object_is_finished(
 
 @pytest.mark.parametrize("after", [0, 2])
 def test_an_upload_that_breaks_off_is_sent_again(
-    site: Site, storage: HostsStorage, after: int
+    site: Joined, storage: HostsStorage, after: int
 ) -> None:
     writer = storage.create(KEY, session=SESSION)
     for number, buffer in enumerate(buffers()):
@@ -65,7 +65,7 @@ def test_an_upload_that_breaks_off_is_sent_again(
     assert not [*(site.roots[1] / "tmp").iterdir()]
 
 
-def test_an_upload_that_is_discarded_leaves_nothing(site: Site, storage: HostsStorage) -> None:
+def test_an_upload_that_is_discarded_leaves_nothing(site: Joined, storage: HostsStorage) -> None:
     writer = storage.create(KEY, session=SESSION)
     for buffer in buffers():
         writer.append((buffer,))
@@ -75,7 +75,7 @@ def test_an_upload_that_is_discarded_leaves_nothing(site: Site, storage: HostsSt
 
 
 def test_a_full_taker_is_said_to_be_full(
-    site: Site, storage: HostsStorage, monkeypatch: pytest.MonkeyPatch
+    site: Joined, storage: HostsStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise NoSpace("this host is full")
@@ -90,7 +90,7 @@ def test_a_full_taker_is_said_to_be_full(
 
 
 def test_another_object_of_that_name_is_found_by_its_size(
-    site: Site, storage: HostsStorage
+    site: Joined, storage: HostsStorage
 ) -> None:
     site.put(1, KEY, b"other")
     writer = storage.create(KEY, session=SESSION)
@@ -112,7 +112,7 @@ def test_another_object_of_that_name_is_found_by_its_size(
         "Transfer-Encoding: gzip\r\n\r\n",
     ],
 )
-def test_a_body_whose_end_is_unknown_makes_no_object(site: Site, rest: str) -> None:
+def test_a_body_whose_end_is_unknown_makes_no_object(site: Joined, rest: str) -> None:
     token = f"token-{site.roots[0].name}"
     head = (
         f"PUT /ckptstore/1/objects/{KEY} HTTP/1.1\r\nHost: a\r\nCkptstore-Job: job-1\r\n"
@@ -124,7 +124,7 @@ def test_a_body_whose_end_is_unknown_makes_no_object(site: Site, rest: str) -> N
     assert site.files(KEY) == [False] * 3
 
 
-def test_a_size_is_told_without_the_bytes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_is_told_without_the_bytes(site: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     peer: Peer = peers_of(read_members(site.roots[1]))[0]
     assert peer.put_new("commits/x", b"document")
 

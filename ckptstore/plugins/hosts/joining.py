@@ -10,7 +10,7 @@ hosts have done it or none goes on:
    entries that were not acknowledged;
 4. packs that lie on too few hosts are copied, so that what the next commit refers to survives the
    next lost host, and a replaced host has what the lost one had;
-5. each host adds this job to its lineage.
+5. each host adds this job to its lineage; then its store may be opened.
 
 What a process changes on its host it changes within `in_job`: it may belong to a job that was given
 up. `tests/hosts/model.py` explores the orders in which all this can happen.
@@ -26,7 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -50,9 +50,9 @@ from ckptstore.plugins.hosts.members import (
     Members,
     before,
     enter,
+    go_on,
     in_job,
     invitation,
-    join_lineage,
     read_agent,
     read_members,
     write_agent,
@@ -146,7 +146,9 @@ class _Joining:
         self._share("join: damage", lambda: self._replace_damaged(job, chosen))
         self._share("join: log", lambda: self._take_log(job, chosen, head))
         self._share("join: copies", lambda: self._take_copies(job))
-        self._share("join: lineage", lambda: join_lineage(self._root, job, lineage, head))
+        job = replace(job, lineage=lineage, head=head)
+        self._share("join: lineage", lambda: go_on(self._root, job))
+        self._share("join: open", lambda: go_on(self._root, replace(job, joined=True)))
         self._peers.share("join: end", lambda: self._end(job, chosen))
 
     def _share(self, what: str, act: Callable[[], object]) -> None:
@@ -192,7 +194,9 @@ class _Joining:
         me = names.index(self._name)
         self._takers = partners([each.domain for each in told], self._copies)
         agents = tuple(each.agent for each in told)
-        return Members(job, me, names, agents, self._takers[me], told[me].facts.lineage)
+        mine = told[me].facts
+        takers = self._takers[me]
+        return Members(job, me, names, agents, takers, mine.lineage, given_up=mine.given_up)
 
     def _enter(self, job: Members) -> None:
         enter(self._root, self._before, job)
@@ -245,7 +249,11 @@ class _Joining:
 
 
 def warn_of_lost(root: Path) -> None:
-    """Say how many packs of the log lie on no host any more."""
+    """Say how many packs of the log lie on no host any more, unless it is in a database, of which a
+    join is not told."""
+    with closing(open_storage(root)) as own:
+        if read_config(own).in_database:
+            return
     with closing(StoreHandle(f"{SCHEME}{root}", read_only=True)) as store:
         there = {key for key, _ in store.storage.list("packs/")}
         listed = [pack_key(pack.id) for pack in store.log.replay().packs.values()]
@@ -267,7 +275,8 @@ class Told(NamedTuple):
 
     @property
     def facts(self) -> HostFacts:
-        return HostFacts(**{**self.has, "lineage": tuple(self.has["lineage"])})
+        tuples = {name: tuple(self.has[name]) for name in ("lineage", "given_up")}
+        return HostFacts(**{**self.has, **tuples})
 
     @property
     def agent(self) -> Invitation:
@@ -278,17 +287,20 @@ def facts_of(root: Path, name: str) -> HostFacts:
     """What the directory `root` of this host has. What lies beside it counts as absent if it is
     damaged."""
     try:
-        lineage = read_members(root).lineage
+        members = read_members(root)
+        lineage, left = members.lineage, members.given_up
+        if members.job not in lineage:
+            left = (*left, members.job)[-LINEAGE:]
     except (Corrupt, NotFound):
-        lineage = ()
+        lineage = left = ()
     with closing(open_storage(root)) as own:
         heads = [int(key[len("log/") :]) for key in _log_of(own)]
         try:
-            return HostFacts(name, read_config(own).store, lineage, max(heads, default=0))
+            return HostFacts(name, read_config(own).store, lineage, max(heads, default=0), left)
         except NotFound:
             return HostFacts(name)
         except (Corrupt, InvalidInput) as error:
-            return HostFacts(name, lineage=lineage, damaged=str(error))
+            return HostFacts(name, lineage=lineage, given_up=left, damaged=str(error))
 
 
 def replace_damaged(own: Storage, others: Sequence[Peer], taking: Taking) -> None:

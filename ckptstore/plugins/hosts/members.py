@@ -7,10 +7,9 @@ processes of a job that was given up change nothing once the host has entered an
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,13 @@ from ckptstore.errors import (
     Conflict,
     Corrupt,
     InvalidInput,
+    NoSpace,
     NotFound,
     Unavailable,
 )
 from ckptstore.interop.torchft.invitation import Invitation, invitation_of
 from ckptstore.plugin.files import distrust
+from ckptstore.plugin.storage import RESERVE_KEY, open_storage
 
 MEMBERS_NAME = "hosts.json"
 AGENT_NAME = "agent.json"
@@ -44,6 +45,11 @@ class Members:
     """The jobs in which this host's log took part, from old to new."""
     head: int = 0
     """All hosts of the job had the entries up to this one when it began."""
+    given_up: tuple[str, ...] = ()
+    """The jobs that this host entered and left before it had joined: nothing was acknowledged in
+    them."""
+    joined: bool = False
+    """Whether all hosts have joined. Nobody opens the store before."""
 
 
 Before = tuple[str, tuple[str, ...]]
@@ -63,8 +69,8 @@ def beside(root: Path, name: str) -> Path:
 
 
 def write_members(root: Path, members: Members) -> None:
-    """Replace the file, atomically and durably."""
-    _write(beside(root, MEMBERS_NAME), asdict(members))
+    """Replace the file, atomically and durably. Raises as `Storage.put`."""
+    _write(root, MEMBERS_NAME, asdict(members))
 
 
 def before(root: Path) -> Before:
@@ -85,11 +91,11 @@ def enter(root: Path, told: Before, members: Members) -> None:
         write_members(root, members)
 
 
-def join_lineage(root: Path, members: Members, lineage: tuple[str, ...], head: int) -> None:
-    """Say that this host's log is that of the job. Raises as `in_job`."""
+def go_on(root: Path, members: Members) -> None:
+    """Replace what this host knows of the job that it is in. Raises as `in_job`."""
     with _locked(root, fcntl.LOCK_EX):
         _check_job(root, members.job)
-        write_members(root, replace(members, lineage=lineage, head=head))
+        write_members(root, members)
 
 
 @contextmanager
@@ -142,8 +148,8 @@ def read_members(root: Path) -> Members:
     said = read_json(beside(root, MEMBERS_NAME))
     try:
         agents = tuple(invitation(each) for each in said["agents"])
-        names, takers, lineage = (tuple(said[name]) for name in ("names", "takers", "lineage"))
-        return Members(said["job"], said["me"], names, agents, takers, lineage, int(said["head"]))
+        tuples = {name: tuple(said[name]) for name in ("names", "takers", "lineage", "given_up")}
+        return Members(**{**said, **tuples, "agents": agents, "head": int(said["head"])})
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(
             f"{beside(root, MEMBERS_NAME)} cannot be read: {error!r}; join again"
@@ -159,7 +165,7 @@ def invitation(said: Any) -> Invitation:
 
 
 def write_agent(root: Path, agent: Invitation) -> None:
-    _write(beside(root, AGENT_NAME), asdict(agent))
+    _write(root, AGENT_NAME, asdict(agent))
 
 
 def read_agent(root: Path) -> Invitation:
@@ -177,16 +183,13 @@ def read_json(path: Path) -> Any:
         raise Corrupt(f"{path} cannot be read: {error}") from error
 
 
-def _write(path: Path, what: Any) -> None:
+def _write(root: Path, name: str, what: Any) -> None:
+    path = beside(root, name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(json.dumps(what).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    data = json.dumps(what).encode()
+    with closing(open_storage(path.parent)) as place:
+        try:
+            place.put(name, data)
+        except NoSpace:  # a training starts in the room that its store keeps back
+            (root / RESERVE_KEY).unlink(missing_ok=True)
+            place.put(name, data)

@@ -5,12 +5,13 @@ is acknowledged when all hosts of its job have it. A host's *lineage* are the jo
 took part, from old to new: at the beginning of a job all its hosts have one log and one lineage.
 
 So a host whose last job is in the lineage of another has nothing acknowledged that the other lacks:
-when that job went on into the other's log, the other's log had all that this job acknowledged.
+when that job went on into the other's log, the other's log had all that this job acknowledged. A
+job that one of its hosts has left before it joined acknowledged nothing, and does not count.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptstore.errors import Conflict, Corrupt
 
@@ -27,6 +28,7 @@ class HostFacts:
     store: str = ""
     lineage: tuple[str, ...] = ()
     head: int = 0
+    given_up: tuple[str, ...] = ()
     damaged: str = ""
     """Why the configuration of its store cannot be read; it counts as a host without one."""
 
@@ -67,6 +69,11 @@ def choose_log(hosts: Sequence[HostFacts]) -> int | None:
     Raises `Conflict` if hosts have gone on separately, so that each may have acknowledged what the
     other lacks, or have different stores; `Corrupt` if no host has a configuration that is intact.
     """
+    given_up = {job for host in hosts for job in host.given_up}
+    hosts = [
+        replace(host, lineage=tuple(job for job in host.lineage if job not in given_up))
+        for host in hosts
+    ]
     having = [i for i, host in enumerate(hosts) if host.store]
     if not having and (why := next((host.damaged for host in hosts if host.damaged), None)):
         raise Corrupt(f"no other host has a store: {why}")

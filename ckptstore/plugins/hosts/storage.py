@@ -97,7 +97,7 @@ class HostsStorage:
 
     def __init__(self, root: Path, *, read_only: bool = False) -> None:
         self._members = members = read_members(root)
-        if members.lineage[-1:] != (members.job,):
+        if not members.joined:
             raise Unavailable(f"the hosts of {root} have not joined yet; start the job again")
         self._local = local = open_storage(root, read_only=read_only)
         self._own = _Own(root, members.job, local)
@@ -134,7 +134,10 @@ class HostsStorage:
         self._find(key, lambda host, key: host.read_into(key, offset, buffers))
 
     def open_file(self, key: str) -> OpenFile:
-        return self._local.open_file(key)
+        raise InvalidInput(
+            f"some packs of {self.url} lie on other hosts, so none is mapped into memory: use read "
+            "instead"
+        )
 
     def is_cached(self, key: str, offset: int) -> bool:
         return self._local.is_cached(key, offset)
