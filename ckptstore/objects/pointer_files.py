@@ -48,7 +48,7 @@ HOLLOW_POINTER = "ckptstore-pointer.json"
 POINTER_BYTES_MAX = 16 << 10
 
 _MARK = "ckptstore_pointer"
-_BUCKET = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss)://[^\s:@?#]+")
+_URL = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|hosts)://[^\s:@?#]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -234,18 +234,18 @@ def _place_of(store: str, pointer: Path | None) -> str:
             raise Corrupt(f"its store {store[:80]!r} is not an absolute path")
         directory = Path(os.path.realpath(pointer.parent)) if pointer else Path("/")
         return os.path.normpath(directory / store)
-    if not _BUCKET.fullmatch(store) or ".." in store.split("/"):
-        raise Corrupt(f"its store {redact(store)[:80]!r} is neither a directory nor a bucket")
+    if not _URL.fullmatch(store) or ".." in store.split("/"):
+        raise Corrupt(f"its store {redact(store)[:80]!r} is no directory, bucket or hosts://")
     return store
 
 
 def _name_of(store: str, pointer: Path | None) -> str:
     """The inverse of `_place_of`."""
     if "://" in store:
-        if not _BUCKET.fullmatch(store):
+        if not _URL.fullmatch(store):
             raise InvalidInput(
-                f"{redact(store)} cannot stand in a pointer file: wanted a directory or a bucket, "
-                "without secrets"
+                f"{redact(store)} cannot stand in a pointer file: wanted a directory, a bucket or "
+                "hosts://, without secrets"
             )
         return store
     root = Path(os.path.realpath(store))

@@ -1,15 +1,17 @@
-"""Where the net makes its stores: on a disk, on one that hosts share, in memory and in a bucket,
-the log beside the objects or in a database."""
+"""Where the net makes its stores: on a disk, on one that hosts share, in memory, on hosts
+of a job and in a bucket, the log beside the objects or in a database."""
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from secrets import token_hex
 from shutil import copytree, rmtree
 from typing import Any, cast
+from zlib import crc32
 
 import pytest
 from psycopg import sql
@@ -17,9 +19,12 @@ from psycopg import sql
 from ckptstore.core import paths
 from ckptstore.log import log_backend
 from ckptstore.plugins.buckets.bucket import BucketStorage
+from ckptstore.plugins.hosts.storage import HostsStorage
 from ckptstore.repository import store_handle
 from ckptstore.storage import local_files
 from ckptstore.storage.local import LocalStorage
+from ckptstore.store import Store
+from tests.hosts.joined import Joined
 from tests.shared.sites import Site, Sites
 from tests.support.patching import small_chunks_too
 from tests.support.servers.postgres import PostgresServer
@@ -50,10 +55,34 @@ KINDS = (
     Kind("directory", "local", 8),
     Kind("shared directory", "local", 3),
     Kind("memory", "memory", 3),
+    Kind("hosts", "hosts", 2),
     Kind("bucket", "bucket", 1),
     Kind("directory and database", "local and database", 1),
     Kind("bucket and database", "bucket and database", 1),
 )
+
+
+@dataclass(frozen=True)
+class SiteOfHosts(Site):
+    """A store on three hosts, of which a process lives on one."""
+
+    def open(self, host: Path | None = None, **settings: Any) -> Store:
+        number = crc32(host.name.encode()) % 3 if host else 0
+        return Site(f"{self.place[:-1]}{number}", more=self.more).open(host, **settings)
+
+
+@dataclass(frozen=True)
+class SitesOfHosts(Sites):
+    """Each site has hosts of its own, whose agents live in this process."""
+
+    agents: dict[str, ExitStack] = field(default_factory=dict)
+
+    def new(self) -> Site:
+        folder, agents = self.folder / token_hex(8), ExitStack()
+        folder.mkdir()
+        site = SiteOfHosts(f"hosts://{Joined(folder, agents).roots[0]}")
+        self.agents[site.place] = agents
+        return site
 
 
 class Ground:
@@ -77,6 +106,8 @@ class Ground:
     def of(self, kind: Kind, folder: Path) -> Sites:
         below = folder / SHARED if kind.name == "shared directory" else folder
         below.mkdir(exist_ok=True)
+        if kind.sites == "hosts":
+            return SitesOfHosts(kind.name, below, None, None)
         s3 = self._request.getfixturevalue("s3") if kind.needs_bucket else None
         postgres = self._request.getfixturevalue("postgres") if kind.needs_database else None
         return Sites(
@@ -123,7 +154,7 @@ def packs_of(nbytes: int | None) -> Iterator[None]:
         return opened
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (LocalStorage, BucketStorage):
+        for kind in (LocalStorage, BucketStorage, HostsStorage):
             patch.setattr(kind, "__init__", opening(kind.__init__))
         with small_chunks_too():
             yield
@@ -147,7 +178,9 @@ def objects_of(site: Site) -> dict[str, int]:
 
 def removed(sites: Sites, site: Site) -> None:
     """Nothing of `site` stays in a server or in memory."""
-    if site.folder is not None:
+    if isinstance(sites, SitesOfHosts):
+        sites.agents.pop(site.place).close()
+    elif site.folder is not None:
         rmtree(site.folder, ignore_errors=True)
     else:
         with closing(site.storage()) as storage:
