@@ -1,27 +1,9 @@
 """A join refuses or mends on all ranks: none goes on alone."""
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from ckptstore.errors import CkptStoreError
 from tests.distributed.pool import Pool
-from tests.hosts.lives import lose
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    for host in range(2):
-        lose(tmp_path, host)  # its agent ends
 
 
 def joined(rank: int, folder: Path, name: str | None = None) -> str:
