@@ -278,7 +278,12 @@ class ObjectStore:
     ) -> dict[ChunkId, bytes]:
         """Several metadata chunks, by id."""
         ids = b"".join(dict.fromkeys(chunks))
-        where = self.located(ids)
+        try:
+            where = self.located(ids)
+        except NotFound as error:
+            if self.rescue is not None:
+                self.rescue(b"", (), error)  # raises if the mirror does not answer
+            raise
         buffers: dict[ChunkId, bytearray] = {}
         for chunk, nbytes in where[["chunk", "raw"]].tolist():
             if nbytes > METADATA_BYTES_MAX:

@@ -17,12 +17,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from secrets import token_hex
 from typing import Any
 
 import ckptstore
 from ckptstore.core.ids import CONFIG_KEY
+from ckptstore.distributed.addresses import listen, own_addresses
 from ckptstore.errors import NotFound
-from ckptstore.plugins.hosts.members import AGENT_NAME, beside
+from ckptstore.interop.torchft.invitation import Invitation
+from ckptstore.plugins.hosts.members import AGENT_NAME, beside, write_agent
 from tests.distributed.pool import IMPORTED
 from tests.support.mounts import leave_free, small_disk_problem
 from tests.support.servers.proxy import Proxy, proxy_to
@@ -95,7 +98,7 @@ class Field:
             os.kill(agent.pid, what)
         for line in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):  # it has ended
-                if line.read_bytes().endswith(f"\0{root_of(self.folder, host)}\0".encode()):
+                if f"\0{root_of(self.folder, host)}\0".encode() in line.read_bytes():
                     os.kill(int(line.parent.name), what)
 
     def lose(self, host: int) -> None:
@@ -132,11 +135,11 @@ class Field:
             if path.is_file() and path.stat().st_size
         )
         for path in random.sample(files, min(4, len(files))):
-            if data := bytearray(path.read_bytes()):
-                data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-                scratch = path.with_name(f"{path.name}.bad")
-                scratch.write_bytes(data)
-                scratch.replace(path)
+            with path.open("r+b") as file:
+                file.seek(at := random.randrange(path.stat().st_size))
+                byte = file.read(1)[0] ^ 1 << random.randrange(8)
+                file.seek(at)
+                file.write(bytes([byte]))
 
     def part(self) -> bool:
         """The mirror does not answer, or is a mount that is gone; False if there is none yet."""
@@ -157,7 +160,8 @@ class Field:
             self.proxy.heal()
             return
         directory = self.folder / "mirror"
-        assert not directory.exists(), "something was written in the place of the mirror"
+        assert not (directory / CONFIG_KEY).exists(), "a store was made in the mirror's place"
+        shutil.rmtree(directory, ignore_errors=True)  # what was on its way
         (self.folder / "mirror-away").rename(directory)
 
     def newest_of_mirror(self) -> int:
@@ -182,7 +186,9 @@ def field_of(folder: Path, bucket: S3Server | None) -> Iterator[Field]:
         return
     with proxy_to(bucket.address) as proxy:
         url, there = new_url(), bucket.behind(proxy.endpoint)
-        found = Field(folder, Place(url, there.options()), Place(url, bucket.options()), proxy)
+        found = Field(
+            folder, Place(url, there.options(deadline_s=3)), Place(url, bucket.options()), proxy
+        )
         yield from _ending(found)
 
 
@@ -198,7 +204,10 @@ def serve(root: Path) -> None:
     """The agent of a host."""
     from ckptstore.plugins.hosts.agent import main
 
-    sys.argv = ["agent", str(root)]
+    listening = listen()
+    addresses = own_addresses(listening.getsockname()[1])
+    write_agent(root, Invitation(token_hex(16), token_hex(32), addresses))
+    sys.argv = ["agent", str(root), str(listening.detach())]
     main()
 
 

@@ -333,13 +333,19 @@ class Tier:
 
     def rescue(self, ids: bytes, out: Sequence[memoryview], error: CkptStoreError) -> None:
         """Read the chunks that the disk lost from the mirror: `out` holds what could be read.
-        Raises `error` if that fails."""
+        Raises `error` if the mirror lacks them, too, and `Unavailable` if it does not answer: an
+        older commit would take the place of one that can be had."""
         bad = [i for i, memory in enumerate(out) if digest(memory) != _id(ids, i)]
         logger.warning("%s; read from %s instead", error, self.place)
         try:
             self._opened().objects.read_into(
                 b"".join(_id(ids, i) for i in bad), [out[i] for i in bad], verify_ids=True
             )
+        except Unavailable as failed:
+            raise Unavailable(
+                f"{error}; its mirror {self.place} does not answer: {failed}; to go on without what "
+                "it has, open without mirror="
+            ) from failed
         except CkptStoreError as failed:
             error.add_note(f"and the mirror {self.place} does not have it: {failed}")
             raise error from failed

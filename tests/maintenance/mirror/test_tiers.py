@@ -306,6 +306,28 @@ def test_damage_here_is_read_around_and_healed(
             assert_equal(store.checkout(step).state_dict(), state(step))
 
 
+@pytest.mark.parametrize("lost", ["*-0-0", "*-0-1*"], ids=["data", "metadata"])
+def test_damage_here_does_not_lead_to_an_older_commit_while_the_mirror_is_away(
+    place: Path, away: Callable[[bool], None], lost: str
+) -> None:
+    with opened(place) as store:
+        for step in (1, 2):
+            store.commit(state(step), step=step)
+        assert store.flush_mirror(60)
+    for pack in (place / "packs").rglob(lost):
+        pack.unlink()
+    rmtree(place / "index")
+    target = state(0)
+    with opened(place) as store:
+        away(True)
+        with pytest.raises(Unavailable, match="does not answer.*open without mirror="):
+            store.resume(target)
+        away(False)
+        found = store.resume(target)
+        assert found and found.step == 2
+    assert_equal(target, state(2))
+
+
 def test_without_a_mirror_there_is_nothing_to_wait_for(place: Path) -> None:
     with ckptstore.open(place) as store:
         store.commit(state(0), step=0)
