@@ -370,19 +370,20 @@ class Scenario:
         had, and new ones come with nothing."""
         field, random, one = self.field, self.random, self.random.choice(self.hosts)
         others = [host for host in range(HOSTS) if host not in self.hosts]
-        loses = True
+        intact, loses = {*self.hosts} - {self.damaged}, True
+        leaves_a_log = bool(intact - {one})  # else no host may have all entries intact
         match random.choice(
             ("nothing", "lost", "replaced", "away", "came", "damaged", "partners", "partners")
         ):
-            case "lost" as what:
+            case "lost" as what if leaves_a_log:
                 self.lose(one)
-            case "replaced" as what if others:
+            case "replaced" as what if others and leaves_a_log:
                 self.hosts = tuple(sorted({*self.hosts, random.choice(others)} - {one}))
-            case "away" as what if len(self.hosts) > 2:
+            case "away" as what if len(self.hosts) > 2 and leaves_a_log:
                 self.hosts = tuple(sorted({*self.hosts} - {one}))
             case "partners" as what if field.newest_of_mirror():  # else nothing is left, and
-                gone = random.sample(self.hosts, 2)  # resume says so
-                for host in gone if len(self.hosts) > 2 else range(HOSTS):  # else a new store
+                gone = {*random.sample(self.hosts, 2)}  # resume says so
+                for host in gone if intact - gone else range(HOSTS):  # else a new store begins
                     self.lose(host)
                 self.some_lost = True
             case "came" as what if others:

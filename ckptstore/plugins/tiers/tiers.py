@@ -343,8 +343,8 @@ class Tier:
             )
         except Unavailable as failed:
             raise Unavailable(
-                f"{error}; its mirror {self.place} does not answer: {failed}; to go on without what "
-                "it has, open without mirror="
+                f"{error}; its mirror {self.place} does not answer: {failed}; to go on without "
+                "what it has, open without mirror="
             ) from failed
         except CkptStoreError as failed:
             error.add_note(f"and the mirror {self.place} does not have it: {failed}")

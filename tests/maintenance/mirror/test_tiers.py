@@ -320,7 +320,7 @@ def test_damage_here_does_not_lead_to_an_older_commit_while_the_mirror_is_away(
     target = state(0)
     with opened(place) as store:
         away(True)
-        with pytest.raises(Unavailable, match="does not answer.*open without mirror="):
+        with pytest.raises(Unavailable, match=r"does not answer.*open without mirror="):
             store.resume(target)
         away(False)
         found = store.resume(target)
