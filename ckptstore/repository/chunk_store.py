@@ -207,6 +207,15 @@ class ObjectStore:
             )
         return where
 
+    def to_read(self, ids: bytes) -> "NDArray[np.void]":
+        """As `located`. Raises `Unavailable` for what a mirror may have that does not answer."""
+        try:
+            return self.located(ids)
+        except NotFound as error:
+            if self.rescue is not None:
+                self.rescue(b"", (), error)
+            raise
+
     def packs_of(self, ids: bytes) -> frozenset[int]:
         """The numbers of the packs that hold `ids`, and of those that hold the bases of patches
         there. Raises `NotFound`."""
@@ -278,12 +287,7 @@ class ObjectStore:
     ) -> dict[ChunkId, bytes]:
         """Several metadata chunks, by id."""
         ids = b"".join(dict.fromkeys(chunks))
-        try:
-            where = self.located(ids)
-        except NotFound as error:
-            if self.rescue is not None:
-                self.rescue(b"", (), error)  # raises if the mirror does not answer
-            raise
+        where = self.to_read(ids)
         buffers: dict[ChunkId, bytearray] = {}
         for chunk, nbytes in where[["chunk", "raw"]].tolist():
             if nbytes > METADATA_BYTES_MAX:

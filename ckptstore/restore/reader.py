@@ -449,7 +449,7 @@ class Reader:
 
     def located(self, ids: bytes) -> "NDArray[np.void]":
         """Chunks with their places, as rows of `index.chunks.LOCATED_DTYPE`."""
-        return self._objects.located(ids)
+        return self._objects.to_read(ids)
 
     def read_in_turn(
         self, groups: Sequence[NamedChunks], out: Sequence[memoryview]
@@ -459,7 +459,7 @@ class Reader:
         as `read`, with the group's name, and `Corrupt` for a group of more or fewer chunks than
         `out`."""
         objects = self._objects
-        where = objects.located(b"".join(group.ids for group in groups))
+        where = objects.to_read(b"".join(group.ids for group in groups))
         packs = objects.listed(set(where["pack"].tolist()))
         located = {
             entry.chunk: (packs.get(number), entry)

@@ -338,7 +338,9 @@ class Tier:
         bad = [i for i, memory in enumerate(out) if digest(memory) != _id(ids, i)]
         logger.warning("%s; read from %s instead", error, self.place)
         try:
-            self._opened().objects.read_into(
+            remote = self._opened()
+            remote.log.replay()  # which asks, also for nothing
+            remote.objects.read_into(
                 b"".join(_id(ids, i) for i in bad), [out[i] for i in bad], verify_ids=True
             )
         except Unavailable as failed:

@@ -319,6 +319,7 @@ def test_damage_here_does_not_lead_to_an_older_commit_while_the_mirror_is_away(
     rmtree(place / "index")
     target = state(0)
     with opened(place) as store:
+        store.flush_mirror(60)  # the mirror was there
         away(True)
         with pytest.raises(Unavailable, match=r"does not answer.*open without mirror="):
             store.resume(target)
