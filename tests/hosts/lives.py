@@ -272,7 +272,7 @@ class Scenario:
     def begin_trouble(self, trouble: Trouble) -> None:
         host = self.random.choice(self.hosts)
         if trouble.name == "damaged":
-            if self.damaged is not None:
+            if self.damaged is not None or self.stale:  # one host at a time
                 return
             self.damaged = host
         if trouble.begin(self.field, host, self.random) is not False:
@@ -389,7 +389,7 @@ class Scenario:
             case "came" as what if others:
                 self.hosts = tuple(sorted({*self.hosts, random.choice(others)}))
                 loses = False
-            case "damaged" as what if self.damaged is None:
+            case "damaged" as what if self.damaged is None and not self.stale:
                 field.damage(one, random)
                 self.damaged, loses = one, False
             case _:
