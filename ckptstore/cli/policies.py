@@ -8,7 +8,7 @@ from typing import Any, get_args
 from ckptstore import KeepBest, KeepEverySteps, KeepLast, KeepPeriods, KeepWithin
 from ckptstore.cli.call import UsageError
 from ckptstore.cli.parser import parse_best
-from ckptstore.plugin.upkeep import Keep, Period, Policy
+from ckptstore.plugin.policies import Keep, Period, Policy
 
 
 def policies_of(args: Namespace) -> Sequence[Policy]:

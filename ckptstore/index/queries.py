@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -45,6 +45,19 @@ class RunInfo(NamedTuple):
     latest: CommitId
     step: int | None
     time_ns: int
+
+
+class Point(NamedTuple):
+    """A commit as a point of curves. `metric` is the metric of its run that most of the commits
+    asked for have, a loss among equals, and None if this commit lacks it. A NaN has no value."""
+
+    id: CommitId
+    run: str
+    time_ns: int
+    logical_bytes: int
+    new_bytes: int
+    metric: str | None
+    value: float | None
 
 
 class PackInfo(NamedTuple):
@@ -157,6 +170,19 @@ _COMMIT = (
     "n, id, content, session, run, step, message, time_ns, logical_bytes, new_bytes, "
     "leaves, forgotten, thinned, lossy"
 )
+_POINTS = """
+WITH shown AS (
+    SELECT n, run, place FROM commits
+    WHERE forgotten = 0 ORDER BY place DESC, n DESC LIMIT :limit
+), ranked AS (
+    SELECT s.run, m.name, ROW_NUMBER() OVER (PARTITION BY s.run
+        ORDER BY COUNT(m.name) DESC, REPLACE(m.name, 'loss', '') = m.name, m.name) AS rank
+    FROM shown s LEFT JOIN metrics m ON m.n = s.n GROUP BY s.run, m.name
+)
+SELECT c.id, c.run, c.time_ns, c.logical_bytes, c.new_bytes, m.name, m.value
+FROM ranked r CROSS JOIN commits c LEFT JOIN metrics m ON m.n = c.n AND m.name = r.name
+WHERE r.rank = 1 AND c.run = r.run AND c.forgotten = 0
+AND c.place >= (SELECT MIN(place) FROM shown) ORDER BY c.place DESC, c.n DESC"""
 _BATCH = 500
 
 
@@ -213,19 +239,29 @@ class Queries:
 
     def commit(self, commit: CommitId) -> CommitInfo:
         """One commit, forgotten or not; raises `NotFound`."""
-        rows = self._rows(
-            _COMMIT_TYPES, f"SELECT {_COMMIT} FROM commits WHERE id = :id", {"id": commit}
-        )
-        if not rows:
-            raise NotFound(
-                f"no commit {commit[:12]}: it was never made here or has been purged; see "
-                "`ckptstore log`"
-            )
-        return self._infos(rows)[0]
+        return self.commits([commit])[0]
 
-    def commits(self, ids: Iterable[CommitId]) -> list[CommitInfo]:
+    def commits(self, ids: Sequence[CommitId]) -> list[CommitInfo]:
         """Several commits, as `commit`."""
-        return [self.commit(commit) for commit in ids]
+        found: dict[CommitId, CommitInfo] = {}
+        for start in range(0, len(ids), _BATCH):
+            values = {f"v{i}": id_ for i, id_ in enumerate(ids[start : start + _BATCH])}
+            names = ", ".join(f":{name}" for name in values)
+            sql = f"SELECT {_COMMIT} FROM commits WHERE id IN ({names})"
+            for info in self._infos(self._rows(_COMMIT_TYPES, sql, values)):
+                found[info.id] = info
+        for id_ in ids:
+            if id_ not in found:
+                raise NotFound(
+                    f"no commit {id_[:12]}: it was never made here or has been purged; see "
+                    "`ckptstore log`"
+                )
+        return [found[id_] for id_ in ids]
+
+    def points(self, limit: int) -> list[Point]:
+        """The newest `limit` commits, newest first."""
+        types = (_hex_ids, str, int, _counts, _counts, _MAYBE_STR, _MAYBE_FLOAT)
+        return [Point(*row) for row in self._rows(types, _POINTS, {"limit": limit})]
 
     def children(self, commit: CommitId) -> list[CommitInfo]:
         """The commits that have `commit` as a parent, and are not forgotten, newest first."""
@@ -236,7 +272,7 @@ class Queries:
             "ORDER BY c.place DESC, c.n DESC",
             {"id": commit},
         )
-        return self.commits(dict.fromkeys(ids))
+        return self.commits([*dict.fromkeys(ids)])
 
     def tags(self) -> list[TagInfo]:
         sql = (

@@ -21,9 +21,9 @@ from ckptstore.errors import CkptStoreError, Corrupt, NotFound, Unavailable
 from ckptstore.plugin import stores
 from ckptstore.plugin.model import CommitId, HoldId, Skipped, hold_tag
 from ckptstore.plugin.pointers import HOLLOW_POINTER, Pointer, is_pointer, read_pointer
+from ckptstore.plugin.policies import Policy
 from ckptstore.plugin.snapshots import Snapshot, contents_of
 from ckptstore.plugin.stores import background_of, outages_of, passed, raise_overdue
-from ckptstore.plugin.upkeep import Policy
 from ckptstore.plugins.adopt.commit_directory import message_of
 from ckptstore.plugins.adopt.hashed_files import FileChanged
 from ckptstore.plugins.adopt.materializing import differing, is_adopted, manifest_of, refill

@@ -21,9 +21,9 @@ from ckptstore.interop.directories import CheckpointDirectories, logger
 from ckptstore.interop.oldest import check_version
 from ckptstore.plugin.model import Skipped
 from ckptstore.plugin.pointers import HOLLOW_POINTER, is_pointer
+from ckptstore.plugin.policies import KeepBest, Policy
 from ckptstore.plugin.ranks import Collective, collective_of
 from ckptstore.plugin.snapshots import Snapshot
-from ckptstore.plugin.upkeep import KeepBest, Policy
 
 try:
     import transformers

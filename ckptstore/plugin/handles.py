@@ -1,7 +1,7 @@
 """A store by its log, index and objects, and the commits that refs name in it."""
 
 from ckptstore.index import VARIABLE, database_log
-from ckptstore.index.queries import PackInfo, Queries
+from ckptstore.index.queries import PackInfo, Point, Queries, TagInfo, Totals
 from ckptstore.log.entries import Commit, Moved, Tag
 from ckptstore.log.log import Log, Refused
 from ckptstore.log.resolve import Resolved, newest_first, resolve, resolved

@@ -1,8 +1,7 @@
-"""Look after a store: policies, gc, disks, and what its index knows."""
+"""Look after a store: gc, disks, mirrors, repair, and what its index knows."""
 
-from ckptstore.index.queries import TagInfo, Totals
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
-from ckptstore.maintenance import Counter, Progress, Spread, Stores, silent
+from ckptstore.maintenance import Spread, Stores
 from ckptstore.maintenance.check import (
     Finding,
     Level,
@@ -61,12 +60,4 @@ from ckptstore.maintenance.mirror_plan import (
 )
 from ckptstore.maintenance.mover import WORKER_THREADS
 from ckptstore.maintenance.repair import check_source, repair
-from ckptstore.maintenance.retention import (
-    Keep,
-    KeepBest,
-    KeepLast,
-    KeepSince,
-    Period,
-    Policy,
-)
 from ckptstore.maintenance.thin import thin_commit

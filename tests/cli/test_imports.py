@@ -101,5 +101,20 @@ def test_a_process_of_a_command_is_set_up_before_anything_is_imported() -> None:
     assert done.stdout.splitlines()[-1] == "0 [] 50000 True 1"
 
 
+def test_the_first_page_imports_neither_arrays_nor_maintenance(made_store: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.ui.asking import browsing\n"
+        f"with browsing(Path({str(made_store)!r})) as browser:\n"
+        "    assert browser.ask('/data/site.json').status_code == 200\n"
+        "    assert browser.view('store.json')['commits'] > 0\n"
+        "print(*sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
+    late = {"ckptstore.maintenance.gc", "ckptstore.maintenance.forget", "ckptstore.restore"}
+    assert set(done.stdout.split()) & (SLOW | late) == set()
+
+
 def test_setting_a_tag_imports_no_torch(store: Path) -> None:
     assert imported("tag champion 100", store) & {"torch", "s3fs", "sqlalchemy"} == set()

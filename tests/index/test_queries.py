@@ -3,19 +3,22 @@
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import reduce
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from ckptstore.core.ids import CommitId, StoreId
+from ckptstore.core.model import CommitInfo
 from ckptstore.core.refs import find, parse_ref
 from ckptstore.errors import CkptStoreError, Corrupt, InvalidInput, NotFound
 from ckptstore.index.catalog import Catalog
 from ckptstore.index.catalog_sqlite import open_catalog
-from ckptstore.index.queries import Queries, RunInfo, TagInfo, Totals
+from ckptstore.index.queries import Point, Queries, RunInfo, TagInfo, Totals
 from ckptstore.log.entries import Condemn, Forget, Tag
 from ckptstore.log.resolve import resolve
 from ckptstore.log.state import State, apply, genesis
@@ -188,6 +191,51 @@ def test_runs_tags_and_totals(queries: Queries) -> None:
         TagInfo("prod/eu", "3" * 64, "main", 3),
     ]
     assert queries.totals() == Totals(5, 1, 2, 2)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 100])
+def test_points_have_the_most_frequent_metric_of_their_run(
+    tmp_path: Path, seed: int, limit: int
+) -> None:
+    random, log, path = Random(seed), LogBuilder(), tmp_path / "catalog.sqlite"
+    shares = {name: random.random() for name in ("Loss", "a", "loss", "train/loss", "é")}
+    commits = [
+        log.commit(
+            run=random.choice("abc"),
+            step=step,
+            metrics=[
+                (name, random.choice((1.0, math.nan, -math.inf)))
+                for name, share in shares.items()
+                if random.random() < share
+            ],
+        )
+        for step in range(40)
+    ]
+    log.append(Forget(tuple(random.sample(commits, 10)), "policy"))
+    with closing(Catalog.open(path, STORE)) as catalog:
+        catalog.fold(log.entries)
+        opened = open_catalog(path, STORE)
+        assert opened
+        with closing(opened):
+            for queries in (opened, catalog.queries()):
+                assert queries.points(limit) == as_points(queries.log(limit=limit))
+
+
+def as_points(infos: Sequence[CommitInfo]) -> list[Point]:
+    points = list[Point]()
+    for info in infos:
+        counts = Counter(name for each in infos if each.run == info.run for name in each.metrics)
+        ranked = sorted(counts, key=lambda name: (-counts[name], "loss" not in name, name))
+        metric = next((name for name in ranked[:1] if name in info.metrics), None)
+        value = info.metrics[metric] if metric else math.nan
+        points.append(
+            Point(
+                *(info.id, info.run, info.time_ns, info.logical_bytes, info.new_bytes),
+                metric,
+                None if math.isnan(value) else value,
+            )
+        )
+    return points
 
 
 def test_a_catalog_of_another_store_or_none_at_all_is_not_read(tmp_path: Path) -> None:

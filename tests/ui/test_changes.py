@@ -11,7 +11,8 @@ import pytest
 import ckptstore
 from ckptstore.cli.commands import COMMANDS
 from ckptstore.cli.parser import Operation
-from ckptstore.plugins.ui.changes import ABSENT, CHANGES, FIELDS, FORM
+from ckptstore.plugins.ui.changes import CHANGES
+from ckptstore.plugins.ui.form import ABSENT, FIELDS, FORM
 from ckptstore.plugins.ui.values import run_key
 from tests.ui.asking import Browser, browsing
 

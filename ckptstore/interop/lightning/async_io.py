@@ -8,9 +8,9 @@ from typing import Any
 
 from ckptstore.interop.lightning.checkpoint_io import ALONE_RANKS, StoreCheckpointIO
 from ckptstore.plugin.model import CommitId
+from ckptstore.plugin.policies import KeepSince, Policy
 from ckptstore.plugin.snapshots import PendingCommit
 from ckptstore.plugin.stores import background_of
-from ckptstore.plugin.upkeep import KeepSince, Policy
 
 logger = logging.getLogger("ckptstore")
 

@@ -49,11 +49,11 @@ from ckptstore.plugin.files import sync_path
 from ckptstore.plugin.handles import is_path
 from ckptstore.plugin.model import CommitId, CommitInfo, digest, parse_ref
 from ckptstore.plugin.pointers import Pointer
+from ckptstore.plugin.policies import Policy
 from ckptstore.plugin.ranks import ALONE, collective_of
 from ckptstore.plugin.snapshots import PendingCommit, Snapshot
 from ckptstore.plugin.stores import background_of, open_commit, outcome, passed
 from ckptstore.plugin.text import count_text
-from ckptstore.plugin.upkeep import Policy
 
 logger = logging.getLogger("ckptstore")
 

@@ -8,7 +8,7 @@ from typing import Any
 from ckptstore.errors import InvalidInput
 from ckptstore.interop.lightning.checkpoint_io import StoreCheckpointIO
 from ckptstore.interop.lightning.packages import trainers
-from ckptstore.plugin.upkeep import KeepBest, Policy
+from ckptstore.plugin.policies import KeepBest, Policy
 
 
 class _KeepsByPolicy:

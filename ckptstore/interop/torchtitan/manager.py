@@ -40,10 +40,10 @@ from ckptstore.plugin import stores
 from ckptstore.plugin.leaves import segment
 from ckptstore.plugin.model import Best, parse_ref
 from ckptstore.plugin.pointers import is_pointer, read_pointer
+from ckptstore.plugin.policies import KeepBest, KeepLast, Policy
 from ckptstore.plugin.ranks import collective_of, leads_all
 from ckptstore.plugin.snapshots import Snapshot, contents_of
 from ckptstore.plugin.stores import outcome
-from ckptstore.plugin.upkeep import KeepBest, KeepLast, Policy
 from ckptstore.plugin.values import RNGState, StateDict, children_of, no_classes
 
 if TYPE_CHECKING:

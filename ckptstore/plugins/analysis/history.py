@@ -15,10 +15,10 @@ from ckptstore.errors import Corrupt, InvalidInput, NotFound
 from ckptstore.plugin.encoding import decode_schema
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import CommitId, CommitInfo, Schema, digest, parse_chunk_id
+from ckptstore.plugin.progress import Counter, Progress, silent
 from ckptstore.plugin.reading import Reader
 from ckptstore.plugin.statistics import is_measured, key_of
 from ckptstore.plugin.text import selector
-from ckptstore.plugin.upkeep import Counter, Progress, silent
 from ckptstore.plugin.work import ThreadPool, uncollected
 from ckptstore.plugins.analysis.measurements import Measurements, Tensor
 

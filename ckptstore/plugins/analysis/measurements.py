@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from ckptstore.errors import CkptStoreError
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import CHUNK_ID_BYTES, Box, CommitId, LeafContent, digest, grid
+from ckptstore.plugin.progress import Counter, Progress, silent
 from ckptstore.plugin.reading import Memory, Reader, ReadRequest, Tree
 from ckptstore.plugin.statistics import (
     Moments,
@@ -28,7 +29,6 @@ from ckptstore.plugin.statistics import (
     is_measured,
     key_of,
 )
-from ckptstore.plugin.upkeep import Counter, Progress, silent
 from ckptstore.plugin.work import ThreadPool
 from ckptstore.plugin.writing import Committed
 

@@ -30,8 +30,8 @@ from ckptstore.interop.formats.new_files import (
 )
 from ckptstore.plugin.handles import Resolved, StoreHandle
 from ckptstore.plugin.model import MIB, Box, CommitInfo, Shape, width_of
+from ckptstore.plugin.progress import Counter, Progress, silent
 from ckptstore.plugin.reading import Reader, contents_at, cut
-from ckptstore.plugin.upkeep import Counter, Progress, silent
 from ckptstore.plugin.work import ThreadPool, each_done
 from ckptstore.plugins.adopt.adopting import SUFFIX
 from ckptstore.plugins.engine.work import Place

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from ckptstore.interop.formats.new_files import EVERYTHING, Exported
 from ckptstore.plugin.handles import AnyRef, StoreHandle, find_commit
+from ckptstore.plugin.progress import Progress, silent
 from ckptstore.plugin.upkeep import (
     CompactReport,
     GcReport,
     Level,
     Mirrored,
-    Progress,
     Report,
     Spread,
     Stores,
@@ -22,7 +22,6 @@ from ckptstore.plugin.upkeep import (
     parse_level,
     parse_shard,
     parse_share,
-    silent,
 )
 from ckptstore.plugins.engine.consolidated import export_on
 from ckptstore.plugins.engine.work import Place, spread_on, stores_on

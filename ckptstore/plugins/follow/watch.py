@@ -15,13 +15,7 @@ from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import CommitInfo
 from ckptstore.plugin.text import SECOND_NS, Table, bytes_text, count_text, seconds_text
-from ckptstore.plugin.upkeep import (
-    Activity,
-    activities,
-    all_commits,
-    free_bytes,
-    plan_between,
-)
+from ckptstore.plugin.upkeep import Activity, activities, all_commits, free_bytes, plan_between
 
 SHOWN = 12
 """Commits on the screen; rates are of these."""

@@ -11,15 +11,10 @@ import numpy as np
 from ckptstore.plugin.encoding import decode_page, decode_schema
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import ChunkId, CommitDocument
+from ckptstore.plugin.policies import Policy
 from ckptstore.plugin.reading import Reader
 from ckptstore.plugin.text import Column, Table, bytes_text, selector
-from ckptstore.plugin.upkeep import (
-    Policy,
-    metadata_of,
-    plan_retention,
-    read_document,
-    short_keys,
-)
+from ckptstore.plugin.upkeep import metadata_of, plan_retention, read_document, short_keys
 from ckptstore.plugins.reports.usage import Footers, beside_gc
 
 if TYPE_CHECKING:

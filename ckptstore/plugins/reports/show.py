@@ -35,7 +35,7 @@ from ckptstore.plugins.reports.listing import find_info, tensor_bytes
 
 if TYPE_CHECKING:
     from ckptstore.plugin.encoding import LeafPlacement
-    from ckptstore.plugin.upkeep import Policy
+    from ckptstore.plugin.policies import Policy
     from ckptstore.plugins.reports.usage import CommitUsage
 
 T = TypeVar("T")

@@ -27,9 +27,10 @@ from ckptstore.plugin.encoding import (
 )
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import NO_BASE, ChunkId, CommitId
+from ckptstore.plugin.progress import Progress, silent
 from ckptstore.plugin.reading import read_table
 from ckptstore.plugin.text import bytes_text
-from ckptstore.plugin.upkeep import Progress, metadata_of, read_document, short_keys, silent
+from ckptstore.plugin.upkeep import metadata_of, read_document, short_keys
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

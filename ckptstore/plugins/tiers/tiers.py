@@ -26,13 +26,13 @@ from ckptstore.plugin.handles import (
     newest_first,
 )
 from ckptstore.plugin.model import CHUNK_ID_BYTES, ChunkId, CommitId, digest
+from ckptstore.plugin.policies import Policy
 from ckptstore.plugin.reading import Reader
 from ckptstore.plugin.upkeep import (
     GcOptions,
     Leaves,
     Mirrored,
     MirrorOptions,
-    Policy,
     Share,
     all_commits,
     collect,

@@ -1,54 +1,18 @@
-"""What the page changes with `--allow-changes`: set and remove tags, forget, undelete; and which
-options of the command line it has.
+"""What the page changes with `--allow-changes`: set and remove tags, forget, undelete.
 
 A forget names the commits that its preview showed, so nothing else is forgotten if others have
 committed meanwhile.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ckptstore.cli.call import UsageError
-from ckptstore.cli.commands import COMMANDS
-from ckptstore.cli.parser import KINDS, arguments
-from ckptstore.cli.policies import policies_of
 from ckptstore.errors import InvalidInput
 from ckptstore.plugin.model import CommitId, check_tag
-from ckptstore.plugin.upkeep import (
-    Policy,
-    forget_commits,
-    remove_tags,
-    set_tag,
-    undelete,
-)
+from ckptstore.plugin.upkeep import forget_commits, remove_tags, set_tag, undelete
 from ckptstore.plugins.ui.opened import OpenStore
 from ckptstore.plugins.ui.values import Json, clip
-
-BODY_BYTES_MAX = 4 << 20
-
-FIELDS: Mapping[str, str] = {
-    "tag.name": "tag.name",
-    "tag.ref": "tag.commit",
-    "tag.delete": "untag.name",
-    "forget.refs": "forget.commits",
-    "forget.dry-run": "forget.dry_run",
-    "undelete.refs": "undelete.commits",
-}
-"""Options of the command line, and the field of the change that is the same."""
-
-ABSENT: Mapping[str, str] = {
-    "forget.all": "who forgets a whole run types its name",
-    "forget.run": "the page of a run is about that run",
-    "forget.thin": "a preview shows which commits go, not which leaves",
-    "forget.yes": "the page always asks",
-    "tag.names tag.rename tag.run": "a tag is shown, set and removed at its commit",
-    "undelete.all undelete.run": "each forgotten commit has its button",
-    "gc compact reindex repair": "it deletes or rewrites; Space says what gc would free",
-    "fsck doctor sessions": "Health says what was verified, what is free, and who writes",
-    "clone export import pull push release": "it needs places that a browser cannot choose",
-}
-"""The operations of upkeep, and the options, that the page lacks, with the reason."""
 
 
 class _Change(BaseModel):
@@ -130,29 +94,3 @@ def change(store: OpenStore, name: str, body: bytes) -> Json:
         where = ".".join(map(str, first["loc"])) or "the body"
         raise InvalidInput(f"{name}: {clip(where)}: {first['msg']}") from error
     return asked.carry_out(store)
-
-
-FORGET = next(command for command in COMMANDS if command.name == "forget")
-FORM: Mapping[str, Json] = {
-    name: {
-        "help": option.help,
-        "values": option.metavar,
-        "pattern": getattr(KINDS.get(option.metavar), "pattern", None),
-    }
-    for name, option in FORGET.each().items()
-    if f"forget.{name}" not in " ".join([*FIELDS, *ABSENT]).split()
-}
-"""The fields of the form that asks for policies: all other options of `forget`. A value of several
-words has a field for each."""
-
-
-def policies_asked(asked: Mapping[str, Sequence[str]]) -> Sequence[Policy]:
-    """The policies that the form asks for, read as the command line reads them. Raises
-    `InvalidInput`."""
-    given = {name: values for name, values in asked.items() if any(values)}
-    if unknown := given.keys() - FORM:
-        raise InvalidInput(f"no option {clip(min(unknown), 40)!r}: wanted {', '.join(FORM)}")
-    try:
-        return policies_of(arguments(FORGET, given))
-    except UsageError as error:
-        raise InvalidInput(error.args[0]) from error

@@ -47,7 +47,7 @@ def ui(call: Call) -> Answer:
         written = f"{args.export}: {count_text(files, 'file')}; any static host serves them"
         return Answer({**places, "directory": args.export, "files": files}, [written])
     for store in stores:
-        store.history()  # so that the first page need not wait for it
+        store.position()  # so that the first page does not wait for the catalog
     host = args.host or LOOPBACK
     listening = listen(stores, host=host, port=args.port, allow_changes=args.allow_changes)
     call.stack.callback(listening.close)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.plugin.files import check_path
-from ckptstore.plugin.upkeep import Progress, silent
+from ckptstore.plugin.progress import Progress, silent
 from ckptstore.plugins.ui.commit_views import PART
 from ckptstore.plugins.ui.history_views import TAGS_SHOWN
 from ckptstore.plugins.ui.jobs import WAIT_S

@@ -3,15 +3,17 @@
 They read the catalog alone, so they are quick. Each is a function of a store and of parts of a URL.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from ckptstore.plugin.handles import Point, TagInfo
 from ckptstore.plugin.model import CommitId, CommitInfo
-from ckptstore.plugin.upkeep import TagInfo
-from ckptstore.plugins.ui.opened import History, OpenStore
+from ckptstore.plugins.ui import opened
+from ckptstore.plugins.ui.opened import History, OpenStore, by_run
 from ckptstore.plugins.ui.values import Json, clip, run_key, thin
 
 POINTS = 400
@@ -30,33 +32,37 @@ def position(store: OpenStore) -> Json:
 
 def overview(store: OpenStore) -> Json:
     """Totals, growth, runs with sparklines, tags, and the last commits."""
-    history, config = store.history(), store.handle.config
-    oldest_first = history.commits[::-1]
-    stored = sum(pack.bytes * (2 if pack.metadata else 1) for pack in history.packs)
-    places = thin(len(oldest_first), POINTS)
+    with closing(store.handle.queries()) as queries:
+        n, totals, packs = queries.position().n, queries.totals(), queries.packs()
+        points, tags = queries.points(opened.COMMITS_SHOWN), queries.tags()
+        runs = [*by_run(points).values()][:RUNS_SHOWN]
+        linked = [*(run[-1].id for run in runs), *(point.id for point in points[:RECENT])]
+        brief_of = {info.id: brief(info) for info in queries.commits(linked)}
+    config, oldest_first = store.handle.config, points[::-1]
+    places = thin(len(points), POINTS)
     logical, new = (
-        list(accumulate(getattr(info, name) for info in oldest_first))
+        list(accumulate(getattr(point, name) for point in oldest_first))
         for name in ("logical_bytes", "new_bytes")
     )
     return {
-        "n": history.n,
+        "n": n,
         "name": clip(store.name),
         "id": config.store,
         "chunk_bytes": config.chunk_bytes,
         "codec": config.codec,
-        **history.totals._asdict(),
-        "older": history.totals.commits - len(history.commits),
-        "packs": len(history.packs),
-        "stored_bytes": stored,
+        **totals._asdict(),
+        "older": totals.commits - len(points),
+        "packs": len(packs),
+        "stored_bytes": sum(pack.bytes * (2 if pack.metadata else 1) for pack in packs),
         "logical_bytes": logical[-1] if logical else 0,
         "growth": {
             "time": [oldest_first[place].time_ns // 1_000_000 for place in places],
             "logical": [logical[place] for place in places],
             "new": [new[place] for place in places],
         },
-        "runs": [_run(run, infos) for run, infos in [*history.runs.items()][:RUNS_SHOWN]],
-        "tags": [_tag(tag) for tag in history.tags[:TAGS_SHOWN]],
-        "recent": [brief(info) for info in history.commits[:RECENT]],
+        "runs": [_run(run, brief_of[run[-1].id]) for run in runs],
+        "tags": [_tag(tag) for tag in tags[:TAGS_SHOWN]],
+        "recent": [brief_of[point.id] for point in points[:RECENT]],
     }
 
 
@@ -79,18 +85,18 @@ def _tag(tag: TagInfo) -> Json:
     return {"name": clip(tag.name), "id": tag.commit, "run": clip(tag.run), "step": tag.step}
 
 
-def _run(run: str, infos: Sequence[CommitInfo]) -> Json:
-    names = metric_names(infos)
-    found = [info for info in infos if names and names[0] in info.metrics]
+def _run(points: Sequence[Point], latest: Json) -> Json:
+    found = [point for point in points if point.metric is not None]
+    values = (found[place].value for place in thin(len(found), SPARK_POINTS))
     return {
-        "run": clip(run),
-        "key": run_key(run),
-        "commits": len(infos),
-        "latest": brief(infos[-1]),
-        "logical_bytes": sum(info.logical_bytes for info in infos),
-        "new_bytes": sum(info.new_bytes for info in infos),
-        "metric": clip(names[0]) if names else None,
-        "spark": [found[i].metrics[names[0]] for i in thin(len(found), SPARK_POINTS)],
+        "run": latest["run"],
+        "key": latest["run_key"],
+        "commits": len(points),
+        "latest": latest,
+        "logical_bytes": sum(point.logical_bytes for point in points),
+        "new_bytes": sum(point.new_bytes for point in points),
+        "metric": clip(found[0].metric or "") if found else None,
+        "spark": [math.nan if value is None else value for value in values],
     }
 
 

@@ -1,24 +1,36 @@
 """A store that the page shows, and its history as of one position of the log."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.errors import NotFound
-from ckptstore.plugin.handles import PackInfo, StoreHandle
+from ckptstore.plugin.handles import PackInfo, Point, StoreHandle, TagInfo, Totals
 from ckptstore.plugin.model import CommitId, CommitInfo
-from ckptstore.plugin.reading import CommitContents, Reader
 from ckptstore.plugin.text import redact
-from ckptstore.plugin.upkeep import TagInfo, Totals
 from ckptstore.plugin.work import ThreadPool, cached_property
 from ckptstore.plugins.ui.values import run_key
+
+if TYPE_CHECKING:
+    from ckptstore.plugin.reading import CommitContents, Reader
+
+OfRun = TypeVar("OfRun", CommitInfo, Point)
 
 COMMITS_SHOWN = 20_000
 """The newest commits, which the page knows; older ones are counted."""
 THREADS = 2
 PATIENCE_S = 15
 """Somebody looks at the page: a server that does not answer for so long is said to be away."""
+
+
+def by_run(newest_first: Iterable[OfRun]) -> dict[str, tuple[OfRun, ...]]:
+    """Commits of each run, oldest first; the run with the newest commit first."""
+    found: dict[str, list[OfRun]] = {}
+    for each in newest_first:
+        found.setdefault(each.run, []).append(each)
+    return {run: tuple(reversed(commits)) for run, commits in found.items()}
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,7 @@ class History:
 
     @cached_property
     def runs(self) -> Mapping[str, tuple[CommitInfo, ...]]:
-        """The commits of each run, oldest first; the run with the newest commit first."""
-        found: dict[str, list[CommitInfo]] = {}
-        for info in self.commits:
-            found.setdefault(info.run, []).append(info)
-        return {run: tuple(reversed(infos)) for run, infos in found.items()}
+        return by_run(self.commits)
 
     def run(self, key: str) -> tuple[CommitInfo, ...]:
         """The commits of the run with this key in URLs, oldest first. Raises `NotFound`."""
@@ -65,7 +73,9 @@ class OpenStore:
         self._known: History | None = None
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> "Reader":
+        from ckptstore.plugin.reading import Reader
+
         return Reader(self.handle.config, self.handle.objects, self.threads)
 
     def position(self) -> int:
@@ -98,8 +108,10 @@ class OpenStore:
                 )
             return queries.commit(found[0])
 
-    def contents(self, info: CommitInfo) -> CommitContents:
+    def contents(self, info: CommitInfo) -> "CommitContents":
         """Document, schemas and leaves of a commit."""
+        from ckptstore.plugin.reading import CommitContents
+
         return CommitContents(self.reader, info.id, self.reader.document(info.session, info.id))
 
     def close(self) -> None:

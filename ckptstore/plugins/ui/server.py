@@ -1,4 +1,7 @@
-"""The server of the page: addresses, errors as answers, and the life of the process."""
+"""The server of the page: addresses, errors as answers, and the life of the process.
+
+What the first page does not need is imported when it is asked for.
+"""
 
 import secrets
 import socket
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,17 +23,20 @@ from starlette.types import ASGIApp
 import ckptstore
 from ckptstore.errors import CkptStoreError, Conflict, InvalidInput, NotFound, ReadOnly, Unavailable
 from ckptstore.plugin.text import redact
-from ckptstore.plugins.ui.changes import BODY_BYTES_MAX, FORM, change
-from ckptstore.plugins.ui.downloads import Download, one_tensor, selection
+from ckptstore.plugins.ui.form import FORM
 from ckptstore.plugins.ui.guard import Guard
 from ckptstore.plugins.ui.jobs import Jobs
 from ckptstore.plugins.ui.opened import OpenStore
 from ckptstore.plugins.ui.values import TEXT_CHARACTERS, Json, clip, encode
 from ckptstore.plugins.ui.views import view
 
+if TYPE_CHECKING:
+    from ckptstore.plugins.ui.downloads import Download
+
 STATIC = Path(__file__).parent / "static"
 PORT = 8765
 PORTS_TRIED = 20
+BODY_BYTES_MAX = 4 << 20
 POLL_S, POLL_REMOTE_S = 2, 10
 
 
@@ -115,6 +122,8 @@ async def _data(page: Page, request: Request) -> Response:
 
 
 async def _leaf(page: Page, request: Request) -> Response:
+    from ckptstore.plugins.ui.downloads import one_tensor
+
     found = request.path_params
     if found["format"] not in ("npy", "safetensors"):
         raise NotFound("a tensor is downloaded as .npy or .safetensors")
@@ -125,12 +134,14 @@ async def _leaf(page: Page, request: Request) -> Response:
 
 
 async def _selection(page: Page, request: Request) -> Response:
+    from ckptstore.plugins.ui.downloads import selection
+
     select = request.query_params.get("select", "*")
     store, commit = page.store(request), request.path_params["commit"]
     return _file(await run_in_threadpool(selection, store, commit, select))
 
 
-def _file(download: Download) -> Response:
+def _file(download: "Download") -> Response:
     headers = {
         "content-disposition": f'attachment; filename="{download.name}"',
         "content-length": str(download.nbytes),
@@ -141,6 +152,8 @@ def _file(download: Download) -> Response:
 
 
 async def _change(page: Page, request: Request) -> Response:
+    from ckptstore.plugins.ui.changes import change
+
     body = b""
     async for part in request.stream():
         body += part

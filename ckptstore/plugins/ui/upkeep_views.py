@@ -4,10 +4,10 @@ cost. They list objects or read pages, so they run as jobs."""
 from collections.abc import Sequence
 
 from ckptstore.errors import CkptStoreError
+from ckptstore.plugin.policies import Policy
 from ckptstore.plugin.upkeep import (
     DISTRUST_NAME,
     GcOptions,
-    Policy,
     SuspectPacks,
     activities,
     collect,

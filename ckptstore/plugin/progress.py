@@ -1,0 +1,3 @@
+"""How far a long job is."""
+
+from ckptstore.maintenance import Counter, Progress, silent
