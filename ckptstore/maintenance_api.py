@@ -1,5 +1,8 @@
 """Maintain a store: forget, collect garbage, check, repair, copy to other stores; and ask for the
-history of its tensors."""
+history of its tensors.
+
+A method imports what no other method needs, since each command calls one.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,9 +19,6 @@ from ckptstore.errors import InvalidInput, NoSpace
 from ckptstore.log.resolve import check_there
 from ckptstore.maintenance import Progress, Spread, Stores, silent
 from ckptstore.maintenance.check import Level, Report, parse_level, parse_shard, parse_share
-from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.indexes import Reindexed, reindex
-from ckptstore.maintenance.check.offline_store import offline_store_of
 from ckptstore.maintenance.compact import DEFAULT, CompactReport, compact, remember
 from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.forget import (
@@ -30,15 +30,7 @@ from ckptstore.maintenance.forget import (
 )
 from ckptstore.maintenance.gc import GRACE_S, MAX_UNUSED, GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror_plan import choose, other_end
-from ckptstore.maintenance.repair import Repaired, repair
 from ckptstore.maintenance.retention import ForgetPlan, Policy
-from ckptstore.plugins.adopt.holds import release_named, release_others
-from ckptstore.plugins.analysis.history import History, history
-from ckptstore.plugins.reports.doctor import Check, doctor
-from ckptstore.plugins.reports.forecast import Forecast, forecast
-from ckptstore.plugins.reports.usage import Usage, usage
 from ckptstore.repository.resolve_ref import AnyRef, find_commit, find_id, trained_last
 from ckptstore.repository.store_handle import StoreHandle
 from ckptstore.repository.thread_pool import ThreadPool
@@ -46,7 +38,14 @@ from ckptstore.restore.reader import Reader
 from ckptstore.storage import open_storage
 
 if TYPE_CHECKING:
+    from ckptstore.maintenance.check.indexes import Reindexed
+    from ckptstore.maintenance.mirror import Mirrored
+    from ckptstore.maintenance.repair import Repaired
+    from ckptstore.plugins.analysis.history import History
     from ckptstore.plugins.engine.on import OnWorkers
+    from ckptstore.plugins.reports.doctor import Check
+    from ckptstore.plugins.reports.forecast import Forecast
+    from ckptstore.plugins.reports.usage import Usage
     from ckptstore.restore.restore import Select
 
 
@@ -86,7 +85,7 @@ class Maintenance:
         *,
         run: str | None = None,
         progress: Progress = silent,
-    ) -> History:
+    ) -> "History":
         """The history of tensors: norm, mean, standard deviation, minimum, maximum, zeros, NaN and
         drift of each, in each commit.
 
@@ -109,6 +108,8 @@ class Maintenance:
             >>> store.history("model/*").first_bad()[0].step
             60
         """
+        from ckptstore.plugins.analysis.history import history
+
         if refs is not None:
             queries = self._handle.queries()
             found = [find_id(self._handle, queries, ref, run or self._run) for ref in refs]
@@ -185,7 +186,9 @@ class Maintenance:
             self._handle.follow()
         return plan
 
-    def forecast(self, policies: Policy | Sequence[Policy], *, all_runs: bool = False) -> Forecast:
+    def forecast(
+        self, policies: Policy | Sequence[Policy], *, all_runs: bool = False
+    ) -> "Forecast":
         """Predict the space that `forget` with these policies, followed by a gc, would free.
         Changes nothing, and reads no tensor.
 
@@ -204,6 +207,8 @@ class Maintenance:
             >>> store.forecast(ckptstore.KeepLast(5).thin("optimizer/**")).freed_bytes
             1073741824
         """
+        from ckptstore.plugins.reports.forecast import forecast
+
         wanted = [policies] if isinstance(policies, Policy) else list(policies)
         reader = Reader(self._handle.config, self._handle.objects, self._threads)
         return forecast(self._handle, reader, wanted, None if all_runs else self._run)
@@ -259,6 +264,8 @@ class Maintenance:
         Example:
             >>> store.release(except_in=["out", "/backup/out"], dry_run=True)
         """
+        from ckptstore.plugins.adopt.holds import release_named, release_others
+
         folders = [except_in] if isinstance(except_in, str | os.PathLike) else list(except_in)
         if bool(holds) == bool(folders):
             raise InvalidInput(
@@ -375,9 +382,11 @@ class Maintenance:
         """Processes that write now, and the condemned packs that wait for each of them."""
         return activities(self._handle)
 
-    def usage(self) -> Usage:
+    def usage(self) -> "Usage":
         """Logical, new, exclusive and shared bytes of every commit, and totals of the store. Reads
         every page once."""
+        from ckptstore.plugins.reports.usage import usage
+
         return usage(self._handle)
 
     @beside_commits
@@ -406,6 +415,9 @@ class Maintenance:
         Example:
             >>> store.fsck(read_data="5%")
         """
+        from ckptstore.maintenance.check.fsck import fsck
+        from ckptstore.maintenance.check.offline_store import offline_store_of
+
         return fsck(
             offline_store_of(self._handle),
             level=parse_level(level),
@@ -436,7 +448,7 @@ class Maintenance:
         apply: bool = False,
         read_data: str | None = None,
         storage: Storage | None = None,
-    ) -> Repaired:
+    ) -> "Repaired":
         """Plan the repair of damage; with `apply`, execute it.
 
         For a store that no longer opens, use the command `ckptstore repair`.
@@ -458,6 +470,9 @@ class Maintenance:
         Example:
             >>> store.repair("s3://bucket/mirror", apply=True)
         """
+        from ckptstore.maintenance.check.offline_store import offline_store_of
+        from ckptstore.maintenance.repair import repair
+
         if apply:
             self._handle.check_writable()
         share = parse_share(read_data)
@@ -485,7 +500,7 @@ class Maintenance:
         dry_run: bool = False,
         storage: Storage | None = None,
         progress: Progress = silent,
-    ) -> Mirrored:
+    ) -> "Mirrored":
         """Copy commits and their tags to the store at `to`, without chunks that it has.
 
         A commit appears there whole, under the same id. Repeat an interrupted push to resume it.
@@ -514,6 +529,9 @@ class Maintenance:
         Example:
             >>> store.push("s3://bucket/checkpoints", "best:val_loss")
         """
+        from ckptstore.maintenance.mirror import MirrorOptions, mirror
+        from ckptstore.maintenance.mirror_plan import choose, other_end
+
         options = MirrorOptions(tags, force, verify)
         run = run or (self._run if refs else None)
         wanted = choose(self._handle, refs, run=run, ancestors=ancestors)
@@ -544,9 +562,12 @@ class Maintenance:
         dry_run: bool = False,
         storage: Storage | None = None,
         progress: Progress = silent,
-    ) -> Mirrored:
+    ) -> "Mirrored":
         """Copy commits from the store at `source`, as `push` copies them to another. `refs` are
         resolved in `source`."""
+        from ckptstore.maintenance.mirror import MirrorOptions, mirror
+        from ckptstore.maintenance.mirror_plan import choose, other_end
+
         self._handle.check_writable()
         options = MirrorOptions(tags, force, verify)
         run = run or (self._run if refs else None)
@@ -572,18 +593,22 @@ class Maintenance:
         *,
         storage: Storage | None = None,
         progress: Progress = silent,
-    ) -> Mirrored:
+    ) -> "Mirrored":
         """Copy every commit and tag to the store at `to`; make that store if there is none. A tag
         of both stores moves to the commit that it names here. Other commits of `to` stay.
         """
         return self.push(to, force=True, create=True, storage=storage, progress=progress)
 
     @beside_commits
-    def reindex(self, *, progress: Progress = silent) -> Reindexed:
+    def reindex(self, *, progress: Progress = silent) -> "Reindexed":
         """Rebuild this host's catalog and chunk index from log and packs."""
+        from ckptstore.maintenance.check.indexes import reindex
+
         return reindex(self._handle, progress=progress)
 
     @beside_commits
-    def doctor(self) -> tuple[Check, ...]:
+    def doctor(self) -> "tuple[Check, ...]":
         """Test the storage, and check whether the next commit fits."""
+        from ckptstore.plugins.reports.doctor import doctor
+
         return doctor(self._handle)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from ckptstore import Store
-    from ckptstore.plugin.upkeep import OfflineStore, Spread, Stores
+    from ckptstore.plugin.checks import OfflineStore
+    from ckptstore.plugin.upkeep import Spread, Stores
     from ckptstore.plugin.work import ThreadPool
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ class Call:
 
     def open_offline(self) -> "OfflineStore":
         """The store that the command line names, however damaged. Raises as `open` does."""
-        from ckptstore.plugin.upkeep import open_offline_store
+        from ckptstore.plugin.checks import open_offline_store
 
         place = self.place()
         with _opening():

@@ -509,7 +509,7 @@ COMMANDS = (
     Operation("sessions", "cli.maintain.sessions", "list writers and the packs that wait for them"),
     Operation(
         "fsck",
-        "cli.maintain.fsck_store",
+        "cli.checks.fsck_store",
         "check the store for damage",
         (
             Option(
@@ -531,7 +531,7 @@ COMMANDS = (
     ),
     Operation(
         "repair",
-        "cli.maintain.repair_store",
+        "cli.checks.repair_store",
         "repair damage",
         (
             flag("--apply", "carry the plan out"),
@@ -552,7 +552,7 @@ COMMANDS = (
     ),
     Operation(
         "push",
-        "cli.maintain.push",
+        "cli.mirrors.push",
         "copy commits to another store",
         (
             Option("other", "TO", _PLACE),
@@ -565,14 +565,14 @@ COMMANDS = (
     ),
     Operation(
         "pull",
-        "cli.maintain.pull",
+        "cli.mirrors.pull",
         "copy commits from another store",
         (Option("other", "FROM", _PLACE), _FROM_INDEX, *_MIRROR),
         "Copy commits and their tags from the store FROM, as `push` does.",
     ),
     Operation(
         "clone",
-        "cli.maintain.clone",
+        "cli.mirrors.clone",
         "copy a whole store",
         (
             Option("other", "FROM", _PLACE),

@@ -1,39 +1,16 @@
-"""`ckptstore forget`, `undelete`, `gc`, `compact`, `sessions`, `fsck`, `repair`, `reindex`:
-maintain a store; `push`, `pull`, `clone`: commits to and from other stores.
-"""
+"""`ckptstore forget`, `undelete`, `release`, `gc`, `compact`, `sessions`, `reindex`: maintain a
+store."""
 
-from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, fields
 
 from ckptstore import CompactPolicy
-from ckptstore.cli.call import Answer, Call, Exit, NoStore, UsageError
+from ckptstore.cli.call import Answer, Call, Exit, UsageError
 from ckptstore.cli.commits import commit_text, reader_of, short, tell_run
 from ckptstore.cli.policies import policies_of
-from ckptstore.cli.screen import Hint, Part, columns, fields_of, to_json
-from ckptstore.errors import NotFound
-from ckptstore.plugin.handles import StoreHandle
+from ckptstore.cli.screen import Hint, Part, columns, fields_of
 from ckptstore.plugin.maintenance import Maintenance
-from ckptstore.plugin.model import default_threads
-from ckptstore.plugin.storage import Storage, open_storage
 from ckptstore.plugin.text import Table, count_text
-from ckptstore.plugin.upkeep import (
-    Finding,
-    GcPlan,
-    MirrorOptions,
-    Report,
-    Severity,
-    all_forgotten,
-    carry_out,
-    check_source,
-    choose,
-    fsck,
-    mirror,
-    other_end,
-    parse_level,
-    parse_shard,
-    parse_share,
-    repair,
-)
+from ckptstore.plugin.upkeep import GcPlan, all_forgotten, carry_out
 
 
 def forget(call: Call) -> Answer:
@@ -184,76 +161,6 @@ def sessions(call: Call) -> Answer:
     return Answer({"sessions": documents}, [page])
 
 
-def fsck_store(call: Call) -> Answer:
-    args = call.args
-    share, shard = parse_share(args.read_data), parse_shard(args.shard)
-    store = call.open_offline()
-    spread = None
-    if args.on:
-        from ckptstore.plugins.engine.work import Place, spread_on
-
-        spread = spread_on(call.engine(), Place.of(store))
-    with call.screen.progress() as shown:
-        report = fsck(
-            store,
-            level=parse_level(args.level),
-            share=share,
-            shard=shard,
-            spread=spread,
-            progress=shown,
-        )
-    document = {
-        "level": report.level.name.lower(),
-        "damaged": report.damaged,
-        "findings": _findings(report.findings),
-        "damaged_commits": sorted(report.damaged_commits),
-        **fields_of(report.looked, "entries", "commits", "packs", "chunks", "stored_bytes"),
-        "read_bytes": report.looked.data_bytes,
-    }
-    return Answer(document, [report], code=_code(report))
-
-
-def repair_store(call: Call) -> Answer:
-    args = call.args
-    share = parse_share(args.read_data)
-    store = call.open_offline()
-    mirrors = [_source(call, place) for place in args.mirrors]
-    with call.screen.progress() as shown:
-        done = repair(store, mirrors=mirrors, apply=args.apply, share=share, progress=shown)
-    document = {
-        "applied": args.apply,
-        "actions": [{"action": type(each).__name__, "what": str(each)} for each in done.actions],
-        "unrepairable": _findings(done.plan.unrepairable),
-        "findings": _findings(done.after.findings),
-        "damaged_commits": sorted(done.after.damaged_commits),
-    }
-    return Answer(document, [done], code=_code(done.after))
-
-
-def _source(call: Call, place: str) -> Storage:
-    """A store to repair from, open for the rest of the call."""
-    storage = call.stack.enter_context(closing(open_storage(place, read_only=True)))
-    try:
-        check_source(storage)
-    except NotFound as error:
-        raise NoStore(str(error)) from error
-    return storage
-
-
-def _findings(findings: tuple[Finding, ...]) -> list[dict[str, object]]:
-    """Findings with None for what they lack."""
-    names = [field.name for field in fields(Finding)]
-    return [
-        {name: getattr(finding, name) or None for name in names} | {"commits": finding.commits}
-        for finding in findings
-    ]
-
-
-def _code(report: Report) -> Exit:
-    notes = all(finding.severity is Severity.NOTE for finding in report.findings)
-    return Exit.OK if notes else Exit.DAMAGED
-
-
 def reindex(call: Call) -> Answer:
     handle = call.open()
     done = call.carry_out(Maintenance.reindex, handle)
@@ -266,65 +173,3 @@ def reindex(call: Call) -> Answer:
         [lost] if done.unreadable else [],
         Exit.DAMAGED if done.unreadable else Exit.OK,
     )
-
-
-def push(call: Call) -> Answer:
-    args = call.args
-    source = call.open(*args.refs)
-    like = source if args.create else None
-    target = other_end(args.other, like=like, index=args.to_index)
-    return _mirror(call, source, _opened(call, target, "; --create makes it"))
-
-
-def pull(call: Call) -> Answer:
-    return _mirror(call, _source_store(call), call.open())
-
-
-def clone(call: Call) -> Answer:
-    args = call.args
-    args.refs, args.ancestors, args.tags, args.force, args.dry_run = (), False, True, False, False
-    source = _source_store(call)
-    target = other_end(args.to, like=source, index=args.to_index)
-    return _mirror(call, source, _opened(call, target), holds=True)
-
-
-def _source_store(call: Call) -> StoreHandle:
-    args = call.args
-    return _opened(call, other_end(args.other, read_only=True, index=args.from_index))
-
-
-def _opened(call: Call, end: AbstractContextManager[StoreHandle], advice: str = "") -> StoreHandle:
-    """The other store, open for the rest of the call."""
-    try:
-        return call.stack.enter_context(end)
-    except NotFound as error:
-        raise NoStore(f"{error}{advice}") from error
-
-
-def _mirror(call: Call, source: StoreHandle, target: StoreHandle, *, holds: bool = False) -> Answer:
-    args = call.args
-    threads = call.threads(default_threads())
-    wanted = choose(source, args.refs, run=args.run, ancestors=args.ancestors)
-    options = MirrorOptions(args.tags, args.force, args.verify, holds=holds)
-    spread = call.spread()
-    with call.screen.progress() as shown:
-        done = mirror(
-            source,
-            target,
-            wanted,
-            options,
-            threads,
-            dry_run=args.dry_run,
-            progress=shown,
-            spread=spread and spread(source, target),
-        )
-    code = Exit.DAMAGED if done.damaged else Exit.OK
-    document = {
-        "source": source.url,
-        "target": target.url,
-        "dry_run": args.dry_run,
-        "plan": {**to_json(done.plan), "load": done.load},
-        **fields_of(done, "sent", "chunks", "raw_bytes", "stored_bytes"),
-        "damaged": [{"commit": commit, "why": why} for commit, why in done.damaged],
-    }
-    return Answer(document, [f"{source.url} → {target.url}", done], done.problems, code)

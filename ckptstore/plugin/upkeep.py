@@ -1,25 +1,7 @@
-"""Look after a store: gc, disks, mirrors, repair, and what its index knows."""
+"""Look after a store: gc, forgetting, disks, and what its index knows."""
 
 from ckptstore.index.suspect_packs import DISTRUST_NAME, SuspectPacks
 from ckptstore.maintenance import Spread, Stores
-from ckptstore.maintenance.check import (
-    Finding,
-    Level,
-    Report,
-    Severity,
-    Share,
-    parse_level,
-    parse_shard,
-    parse_share,
-)
-from ckptstore.maintenance.check.data import load_record
-from ckptstore.maintenance.check.fsck import fsck
-from ckptstore.maintenance.check.offline_store import (
-    OfflineStore,
-    offline_store_of,
-    open_offline_store,
-)
-from ckptstore.maintenance.check.trees import metadata_of, read_document
 from ckptstore.maintenance.compact import CompactReport
 from ckptstore.maintenance.compact.plan import CompactPolicy, policy_of
 from ckptstore.maintenance.disk_space import (
@@ -48,16 +30,5 @@ from ckptstore.maintenance.gc import GcOptions, GcReport, collect
 from ckptstore.maintenance.gc.mark import short_keys
 from ckptstore.maintenance.gc.plan import GcPlan
 from ckptstore.maintenance.gc.session_monitor import Activity, activities
-from ckptstore.maintenance.mirror import Mirrored, MirrorOptions, mirror
-from ckptstore.maintenance.mirror_match import Leaves, compare_leaves
-from ckptstore.maintenance.mirror_plan import (
-    all_commits,
-    choose,
-    counterparts,
-    find_akin,
-    other_end,
-    plan_between,
-)
 from ckptstore.maintenance.mover import WORKER_THREADS
-from ckptstore.maintenance.repair import check_source, repair
 from ckptstore.maintenance.thin import thin_commit

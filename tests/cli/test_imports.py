@@ -116,5 +116,11 @@ def test_the_first_page_imports_neither_arrays_nor_maintenance(made_store: Path)
     assert set(done.stdout.split()) & (SLOW | late) == set()
 
 
+def test_gc_imports_neither_checks_nor_mirrors(made_store: Path) -> None:
+    others = {"check.fsck", "repair", "mirror"}
+    found = imported("gc -n", made_store)
+    assert found & {f"ckptstore.maintenance.{name}" for name in others} == set()
+
+
 def test_setting_a_tag_imports_no_torch(store: Path) -> None:
     assert imported("tag champion 100", store) & {"torch", "s3fs", "sqlalchemy"} == set()

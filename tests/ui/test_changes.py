@@ -105,7 +105,8 @@ LACKS = " ".join(ABSENT).split()
 UPKEEP = [
     each
     for each in COMMANDS
-    if each.run.startswith(("cli.maintain.", "cli.files.")) or each.name in ("tag", "doctor")
+    if each.run.startswith(("cli.maintain.", "cli.checks.", "cli.mirrors.", "cli.files."))
+    or each.name in ("tag", "doctor")
 ]
 
 

@@ -7,22 +7,19 @@ from functools import partial
 from typing import Protocol
 
 from ckptstore.interop.formats.new_files import EVERYTHING, Exported
-from ckptstore.plugin.handles import AnyRef, StoreHandle, find_commit
-from ckptstore.plugin.progress import Progress, silent
-from ckptstore.plugin.upkeep import (
-    CompactReport,
-    GcReport,
+from ckptstore.plugin.checks import (
     Level,
-    Mirrored,
     Report,
-    Spread,
-    Stores,
     fsck,
     offline_store_of,
     parse_level,
     parse_shard,
     parse_share,
 )
+from ckptstore.plugin.handles import AnyRef, StoreHandle, find_commit
+from ckptstore.plugin.mirrors import Mirrored
+from ckptstore.plugin.progress import Progress, silent
+from ckptstore.plugin.upkeep import CompactReport, GcReport, Spread, Stores
 from ckptstore.plugins.engine.consolidated import export_on
 from ckptstore.plugins.engine.work import Place, spread_on, stores_on
 

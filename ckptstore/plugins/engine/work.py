@@ -15,10 +15,11 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from ckptstore.errors import CkptStoreError, Unavailable
+from ckptstore.plugin.checks import OfflineStore
 from ckptstore.plugin.handles import StoreHandle, read_config
 from ckptstore.plugin.model import StoreId, random_digits
 from ckptstore.plugin.storage import Storage, open_storage
-from ckptstore.plugin.upkeep import WORKER_THREADS, OfflineStore, Spread, Stores
+from ckptstore.plugin.upkeep import WORKER_THREADS, Spread, Stores
 from ckptstore.plugin.work import ThreadPool, each_done, reads_at_once
 
 T = TypeVar("T")

@@ -13,9 +13,10 @@ from ckptstore.cli.commits import commit_document, commit_text, first_line
 from ckptstore.cli.screen import Part, columns, to_json
 from ckptstore.errors import CkptStoreError, InvalidInput
 from ckptstore.plugin.handles import StoreHandle
+from ckptstore.plugin.mirrors import all_commits, plan_between
 from ckptstore.plugin.model import CommitInfo
 from ckptstore.plugin.text import SECOND_NS, Table, bytes_text, count_text, seconds_text
-from ckptstore.plugin.upkeep import Activity, activities, all_commits, free_bytes, plan_between
+from ckptstore.plugin.upkeep import Activity, activities, free_bytes
 
 SHOWN = 12
 """Commits on the screen; rates are of these."""

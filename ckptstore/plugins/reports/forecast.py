@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckptstore.plugin.checks import metadata_of, read_document
 from ckptstore.plugin.encoding import decode_page, decode_schema
 from ckptstore.plugin.handles import StoreHandle
 from ckptstore.plugin.model import ChunkId, CommitDocument
 from ckptstore.plugin.policies import Policy
 from ckptstore.plugin.reading import Reader
 from ckptstore.plugin.text import Column, Table, bytes_text, selector
-from ckptstore.plugin.upkeep import metadata_of, plan_retention, read_document, short_keys
+from ckptstore.plugin.upkeep import plan_retention, short_keys
 from ckptstore.plugins.reports.usage import Footers, beside_gc
 
 if TYPE_CHECKING:

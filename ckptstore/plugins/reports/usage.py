@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from ckptstore.errors import NotFound
+from ckptstore.plugin.checks import metadata_of, read_document
 from ckptstore.plugin.encoding import (
     BASES_MAX,
     DEPTH_MAX,
@@ -30,7 +31,7 @@ from ckptstore.plugin.model import NO_BASE, ChunkId, CommitId
 from ckptstore.plugin.progress import Progress, silent
 from ckptstore.plugin.reading import read_table
 from ckptstore.plugin.text import bytes_text
-from ckptstore.plugin.upkeep import metadata_of, read_document, short_keys
+from ckptstore.plugin.upkeep import short_keys
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias, TypeVar
 
 from ckptstore.errors import CkptStoreError, NotFound, Unavailable
+from ckptstore.plugin.checks import Share, offline_store_of, repair
 from ckptstore.plugin.handles import (
     CommitRow,
     Resolved,
@@ -25,28 +26,21 @@ from ckptstore.plugin.handles import (
     find_commit,
     newest_first,
 )
-from ckptstore.plugin.model import CHUNK_ID_BYTES, ChunkId, CommitId, digest
-from ckptstore.plugin.policies import Policy
-from ckptstore.plugin.reading import Reader
-from ckptstore.plugin.upkeep import (
-    GcOptions,
+from ckptstore.plugin.mirrors import (
     Leaves,
     Mirrored,
     MirrorOptions,
-    Share,
     all_commits,
-    collect,
     compare_leaves,
     counterparts,
     find_akin,
-    forget_commits,
     mirror,
-    offline_store_of,
     other_end,
-    plan_retention,
-    repair,
-    thin_commit,
 )
+from ckptstore.plugin.model import CHUNK_ID_BYTES, ChunkId, CommitId, digest
+from ckptstore.plugin.policies import Policy
+from ckptstore.plugin.reading import Reader
+from ckptstore.plugin.upkeep import GcOptions, collect, forget_commits, plan_retention, thin_commit
 from ckptstore.plugin.work import Condition, ThreadPool, start, survives_forks
 
 logger = logging.getLogger("ckptstore")

@@ -4,6 +4,7 @@ cost. They list objects or read pages, so they run as jobs."""
 from collections.abc import Sequence
 
 from ckptstore.errors import CkptStoreError
+from ckptstore.plugin.checks import load_record
 from ckptstore.plugin.policies import Policy
 from ckptstore.plugin.upkeep import (
     DISTRUST_NAME,
@@ -14,7 +15,6 @@ from ckptstore.plugin.upkeep import (
     expected_bytes,
     forget_by_policy,
     gained_by,
-    load_record,
     look,
     warning,
 )
