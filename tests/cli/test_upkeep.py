@@ -216,14 +216,14 @@ def test_progress_is_json_lines_on_standard_error_with_json(place: Path) -> None
 
 
 BESIDE = {
-    "gc": set[str](),
+    "gc": {"on"},
     "release": set[str](),
     "reindex": set[str](),
     "doctor": set[str](),
     "sessions": set[str](),
     "undelete": {"all", "run"},
     "history": {"limit", "nan"},
-    "compact": {"newest", "every"},
+    "compact": {"newest", "every", "on"},
     "forget": {"refs", "keep_last", "keep_every_steps", "keep_best", "keep_within", "thin", "yes"}
     | {f"keep_{period}" for period in get_args(Period)},
 }
