@@ -245,8 +245,10 @@ class Scenario:
         drawn = random.choice((None, *TROUBLES)) if self.trouble is None else None
         if drawn and drawn.name == "full" and small_disk_problem():
             drawn = None
-        if early := drawn is not None and random.random() < 0.3:
-            assert drawn
+        early = False
+        if drawn and random.random() < 0.3:
+            early = drawn.name != "damaged"  # the other host may be a new one, which has nothing
+        if drawn and early:
             self.field.start(self.hosts)
             self.begin_trouble(drawn)
         if self.field.away and not self.field.proxy:
