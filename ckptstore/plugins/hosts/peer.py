@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -278,10 +278,15 @@ class Upload:
         self._peer.put_file(whole)
 
     def discard(self) -> None:
-        """Send no more: the agent drops what came."""
+        """Send no more. Returns when the agent has dropped what came, unless it is silent: a writer
+        that needs its room may follow."""
         connection, self._connection = self._connection, None
-        if connection:
-            connection.close()
+        opened = connection and connection.sock
+        if connection and opened:  # the other end did not close it
+            with suppress(OSError, http.client.HTTPException), closing(connection):
+                opened.settimeout(CONNECT_S)
+                opened.shutdown(socket.SHUT_WR)
+                connection.getresponse()
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
