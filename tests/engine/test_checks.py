@@ -240,6 +240,7 @@ def asking(command: Sequence[object]) -> Iterator["subprocess.Popen[str]"]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
     ) as asks:
         try:
