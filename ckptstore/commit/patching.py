@@ -31,8 +31,9 @@ DEPTH_READ_MAX = 8
 """A chunk that must be read from the store is a base only if so few patches make it, or if its
 successor stays in memory, so that the next commit need not read again."""
 
-_SAMPLES, _SAMPLE_BYTES = 2, 2 << 10
-"""Stretches of a chunk that are compared first."""
+_SAMPLES, _SAMPLE_BYTES = 4, 2 << 10
+"""Stretches of a chunk that are compared first. Two would take a table for dense of which every
+third row changed."""
 
 _VAIN_BYTES, _VAIN_PART, _LOOK_BYTES = 256 << 10, 256, 256 << 10
 """A commit looks into the store in vain for so many bytes, and one in so many of those that may
