@@ -8,7 +8,7 @@ from tests.support.entered import Entered, operations, trace
 CEILINGS = {
     "commit": (64, 470, 1_095),
     "restore": (55, 310, 825),
-    "gc": (42, 620, 1_170),
+    "gc": (42, 530, 1_150),
 }
 """Files, changes of room and calls, five in a hundred above what was measured."""
 

@@ -305,7 +305,8 @@ class Queries:
 
     def missing_schemas(self) -> list[str]:
         """The schemas that commits name and that were not added yet."""
-        return self._column(_hex_ids, "SELECT id FROM schemas WHERE data IS NULL ORDER BY number")
+        sql = "SELECT id FROM schemas WHERE data IS NULL ORDER BY number"
+        return [row[0] for row in self._rows((_hex_ids,), sql)]
 
     def statistics(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """The measured statistics of chunks, by key; unmeasured chunks are left out."""

@@ -462,8 +462,10 @@ class _Gc:
         """Delete the planned orphans that are still orphans; they were listed before this
         replay."""
         state = self._log.replay()
-        planned = frozenset(orphan.key for orphan in self._plan.orphans)
         stale = self._monitor.look(state).stale
+        if not self._plan.orphans:
+            return
+        planned = frozenset(orphan.key for orphan in self._plan.orphans)
         found = [o for o in orphans(self._listing, state, stale=stale) if o.key in planned]
         counter = Counter(self._progress, "delete orphans", len(found))
         for orphan in found:
