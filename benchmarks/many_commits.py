@@ -30,12 +30,12 @@ import ckptstore
 from benchmarks.command_start import ENVIRONMENT
 from benchmarks.progress import note
 from benchmarks.status import cpu_seconds, status_bytes
-from ckptstore.core.ids import document_key, log_key, new_session_id, random_digits
+from ckptstore.core.ids import document_key, log_key, new_session_id
 from ckptstore.core.model import CommitDocument
 from ckptstore.core.text import bytes_text, seconds_text
-from ckptstore.log.entries import Commit, Entry, encode_entry
+from ckptstore.log.entries import Commit, encode_entry
 from ckptstore.log.log import CHECKPOINT_EVERY, Log
-from ckptstore.log.state import State, apply
+from ckptstore.log.state import State, apply, next_entry
 from ckptstore.objects.documents import decode_document, encode_document
 from ckptstore.store import internals_of
 
@@ -107,16 +107,7 @@ def _again(place: Path, state: State, latest: _Made, step: int) -> tuple[State, 
     document = replace(latest.document, time_ns=time_ns, **changed)
     commit, stored = encode_document(document)
     body = replace(latest.entry, commit=commit, document_bytes=len(stored), **changed)
-    entry = Entry(
-        state.n + 1,
-        random_digits(16),
-        time_ns,
-        state.store,
-        state.generation,
-        state.hash,
-        state.bytes,
-        body,
-    )
+    entry = next_entry(state, body, time_ns)
     data = encode_entry(entry)
     (place / document_key(session, commit)).write_bytes(stored)
     (place / log_key(entry.n)).write_bytes(data)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptstore.core.forks import survives_forks
-from ckptstore.core.ids import CONFIG_KEY, StoreId, random_digits
+from ckptstore.core.ids import CONFIG_KEY, StoreId
 from ckptstore.core.process import behind, pauses
 from ckptstore.errors import (
     Busy,
@@ -40,7 +40,7 @@ from ckptstore.log.entries import (
 )
 from ckptstore.log.log_backend import LogBackend, LogObjects, Met, pause_s
 from ckptstore.log.log_snapshots import SavedStates, has_position
-from ckptstore.log.state import State, apply, genesis, number
+from ckptstore.log.state import State, apply, genesis, next_entry, number
 from ckptstore.storage.contract import Storage
 
 CHECKPOINT_EVERY = 1000
@@ -329,18 +329,7 @@ class Log:
 
     def _encode(self, state: State, body: Body, time_ns: int) -> tuple[bytes, Entry]:
         """The bytes of the next entry, and that entry as readers will decode it."""
-        data = encode_entry(
-            Entry(
-                state.n + 1,
-                random_digits(16),
-                time_ns,
-                state.store,
-                state.generation,
-                state.hash,
-                state.bytes,
-                body,
-            )
-        )
+        data = encode_entry(next_entry(state, body, time_ns))
         try:
             return data, decode_entry(data)
         except Corrupt as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 from rpds import HashTrieMap
 
-from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId
+from ckptstore.core.ids import CommitId, PackId, SessionId, StoreId, random_digits
 from ckptstore.core.model import PackRecord
 from ckptstore.core.refs import Best
 from ckptstore.log.entries import (
@@ -241,6 +241,21 @@ def number(state: State, body: Body) -> Body:
             packs=tuple(replace(p, number=i) for i, p in enumerate(body.packs, state.next_pack)),
         )
     return body
+
+
+def next_entry(state: State, body: Body, time_ns: int) -> Entry:
+    """The entry that follows `state`, under a name of its own; its hash and size are not known
+    before it is encoded."""
+    return Entry(
+        state.n + 1,
+        random_digits(16),
+        time_ns,
+        state.store,
+        state.generation,
+        state.hash,
+        state.bytes,
+        body,
+    )
 
 
 def apply(state: State, entry: Entry) -> State:
