@@ -5,7 +5,7 @@ A method imports what no other method needs, since each command calls one.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from functools import partial
@@ -39,7 +39,7 @@ from ckptstore.storage import open_storage
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.indexes import Reindexed
-    from ckptstore.maintenance.mirror import Mirrored
+    from ckptstore.maintenance.mirror import Mirrored, MirrorOptions
     from ckptstore.maintenance.repair import Repaired
     from ckptstore.plugins.analysis.history import History
     from ckptstore.plugins.engine.on import OnWorkers
@@ -69,9 +69,6 @@ class Maintenance:
 
     def _settle(self) -> None:
         """Nothing is in flight here; `Store` waits."""
-
-    def _spread(self, *stores: StoreHandle) -> Spread[Stores] | None:
-        return self._on(*stores) if self._on else None
 
     @property
     def chunk_bytes(self) -> int:
@@ -315,7 +312,7 @@ class Maintenance:
             >>> store.gc(max_unused=0.2, grace_s=0)
         """
         options = GcOptions(max_unused, max_repack_bytes, force, grace_s)
-        handle, spread = self._handle, self._spread(self._handle)
+        handle, spread = self._handle, self._on and self._on(self._handle)
         report = collect(handle, options, dry_run=dry_run, progress=progress, spread=spread)
         if not dry_run:
             if policy := policy_of(self._handle.log.state):
@@ -369,7 +366,7 @@ class Maintenance:
             threads=threads,
             dry_run=dry_run,
             progress=progress,
-            spread=self._spread(self._handle),
+            spread=self._on and self._on(self._handle),
         )
         if not dry_run:
             if with_gc is not None:
@@ -529,7 +526,7 @@ class Maintenance:
         Example:
             >>> store.push("s3://bucket/checkpoints", "best:val_loss")
         """
-        from ckptstore.maintenance.mirror import MirrorOptions, mirror
+        from ckptstore.maintenance.mirror import MirrorOptions
         from ckptstore.maintenance.mirror_plan import choose, other_end
 
         options = MirrorOptions(tags, force, verify)
@@ -538,16 +535,7 @@ class Maintenance:
         like = self._handle if create else None
         there = storage or Storage()
         with other_end(to, like=like, storage_options=there.options, index=there.index) as target:
-            ends = (self._handle, target)
-            return mirror(
-                *ends,
-                wanted,
-                options,
-                self._threads,
-                dry_run=dry_run,
-                progress=progress,
-                spread=self._spread(*ends),
-            )
+            return self._send(self._handle, target, wanted, options, dry_run, progress)
 
     @beside_commits
     def pull(
@@ -565,7 +553,7 @@ class Maintenance:
     ) -> "Mirrored":
         """Copy commits from the store at `source`, as `push` copies them to another. `refs` are
         resolved in `source`."""
-        from ckptstore.maintenance.mirror import MirrorOptions, mirror
+        from ckptstore.maintenance.mirror import MirrorOptions
         from ckptstore.maintenance.mirror_plan import choose, other_end
 
         self._handle.check_writable()
@@ -576,16 +564,7 @@ class Maintenance:
             source, read_only=True, storage_options=there.options, index=there.index
         ) as origin:
             wanted = choose(origin, refs, run=run, ancestors=ancestors)
-            ends = (origin, self._handle)
-            return mirror(
-                *ends,
-                wanted,
-                options,
-                self._threads,
-                dry_run=dry_run,
-                progress=progress,
-                spread=self._spread(*ends),
-            )
+            return self._send(origin, self._handle, wanted, options, dry_run, progress)
 
     def mirror(
         self,
@@ -598,6 +577,28 @@ class Maintenance:
         of both stores moves to the commit that it names here. Other commits of `to` stay.
         """
         return self.push(to, force=True, create=True, storage=storage, progress=progress)
+
+    def _send(
+        self,
+        source: StoreHandle,
+        target: StoreHandle,
+        wanted: Collection[CommitId],
+        options: "MirrorOptions",
+        dry_run: bool,
+        progress: Progress,
+    ) -> "Mirrored":
+        from ckptstore.maintenance.mirror import mirror
+
+        return mirror(
+            source,
+            target,
+            wanted,
+            options,
+            self._threads,
+            dry_run=dry_run,
+            progress=progress,
+            spread=self._on and self._on(source, target),
+        )
 
     @beside_commits
     def reindex(self, *, progress: Progress = silent) -> "Reindexed":

@@ -48,16 +48,20 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Commits with patches, and some that are forgotten."""
-    place = tmp_path_factory.mktemp("template") / "store"
+def made(place: Path) -> Path:
+    """A store with patches, to compact, to collect in, and to push from: some commits are
+    forgotten."""
     with small_chunks_too(), ckptstore.open(place) as store:
         for step in range(STEPS):
             store.commit(state(step), step=step)
         for step in set(range(STEPS)) - {*KEPT}:
             store.forget(step)
     return place
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("template") / "store")
 
 
 @pytest.fixture(autouse=True)

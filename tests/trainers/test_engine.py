@@ -23,10 +23,9 @@ from ckptstore.maintenance import compact as compaction
 from ckptstore.plugins.engine import consolidated
 from ckptstore.plugins.engine.ray_executor import RayExecutor
 from tests.engine.killing import Killing, work
-from tests.engine.test_movers import KEPT, STEPS, assert_sound, finish, state
+from tests.engine.test_movers import assert_sound, finish, made
 from tests.maintenance.stores import files, flip, large_state, make_store
 from tests.support.guard import sitecustomize as guard
-from tests.support.patching import small_chunks_too
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own, of its dependencies
@@ -103,16 +102,6 @@ def test_workers_that_are_killed_cost_nothing(
 def _small_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "ENTRY_BYTES", 1)
     monkeypatch.setattr(compaction, "RUN_BYTES", 1 << 18)
-
-
-def made(place: Path) -> Path:
-    """A store to compact, to collect in, and to push from."""
-    with small_chunks_too(), ckptstore.open(place) as store:
-        for step in range(STEPS):
-            store.commit(state(step), step=step)
-        for step in set(range(STEPS)) - {*KEPT}:
-            store.forget(step)
-    return place
 
 
 @pytest.mark.usefixtures("_small_items")
