@@ -433,7 +433,7 @@ class ObjectStore:
     def peek(self, chunk: ChunkId, parts: Sequence[slice]) -> list[tuple[slice, memoryview]] | None:
         """Some parts of a chunk, unverified; None unless it is stored raw on a local disk, with as
         many bytes. Raises as storage does."""
-        where = self.index.get_many(chunk)  # of a pack of another store at worst: half the time
+        where = self.index.get_many(chunk)  # `locate`, which checks the pack, takes twice as long
         pack = self._log.state.packs.get(int(where["pack"][0])) if where["found"][0] else None
         if self._remote or pack is None or int(where["codec"][0]) != codecs.RAW:
             return None

@@ -330,7 +330,9 @@ class Tier:
         Raises `error` if the mirror lacks them, too, and `Unavailable` if it does not answer: an
         older commit would take the place of one that can be had."""
         bad = [i for i, memory in enumerate(out) if digest(memory) != _id(ids, i)]
-        logger.warning("%s; read from %s instead", error, self.place)
+        logger.warning(
+            "%s; %s", error, f"read from {self.place} instead" if bad else f"{self.place} is asked"
+        )
         try:
             remote = self._opened()
             remote.log.replay()  # which asks, also for nothing
